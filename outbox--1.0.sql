@@ -1,0 +1,425 @@
+/* outbox--1.0.sql: the objects of the extension, in the order in which an event meets them */
+
+-- complain if the script is sourced in psql rather than by CREATE EXTENSION
+\echo Use "CREATE EXTENSION outbox" to load this file. \quit
+
+CREATE SCHEMA outbox;
+COMMENT ON SCHEMA outbox IS 'transactional outbox: events, subscriptions and their jobs';
+
+-- The server must have the library preloaded: without it nothing would ever be fanned out.
+CREATE FUNCTION outbox.require_preload() RETURNS boolean
+	LANGUAGE c STRICT VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_require_preload';
+SELECT outbox.require_preload();
+DROP FUNCTION outbox.require_preload();
+
+/*
+ * Tables
+ */
+
+CREATE TABLE outbox.events (
+	seq bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+	type text NOT NULL,
+	subject text,
+	scope text,
+	payload jsonb NOT NULL DEFAULT '{}',
+	headers jsonb,
+	recorded_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+	fanned_out_at timestamptz,
+	fanout jsonb,
+	not_before timestamptz,
+	tries smallint NOT NULL DEFAULT 0,
+	failures smallint NOT NULL DEFAULT 0,
+	retry_at timestamptz,
+	last_error text,
+	poisoned_at timestamptz
+);
+CREATE INDEX events_unmarked ON outbox.events (seq)
+	WHERE fanned_out_at IS NULL AND poisoned_at IS NULL;
+CREATE INDEX events_retry ON outbox.events (retry_at)
+	WHERE retry_at IS NOT NULL AND fanned_out_at IS NULL AND poisoned_at IS NULL;
+
+COMMENT ON TABLE outbox.events IS 'events recorded by transactions, marked when they have been fanned out';
+COMMENT ON COLUMN outbox.events.seq IS 'number of the event; not the order in which transactions committed';
+COMMENT ON COLUMN outbox.events.type IS 'dotted name of what happened, 1 to 255 bytes';
+COMMENT ON COLUMN outbox.events.subject IS 'what the event is about';
+COMMENT ON COLUMN outbox.events.scope IS 'tenant or workspace of the event';
+COMMENT ON COLUMN outbox.events.payload IS 'what there is to say about it';
+COMMENT ON COLUMN outbox.events.headers IS 'JSON object that travels beside the payload';
+COMMENT ON COLUMN outbox.events.recorded_at IS 'time at which it was recorded, not at which its transaction began';
+COMMENT ON COLUMN outbox.events.fanned_out_at IS 'when its jobs were made; null: not yet';
+COMMENT ON COLUMN outbox.events.fanout IS 'subscription name to job id; {} when no subscription matched';
+COMMENT ON COLUMN outbox.events.not_before IS 'its jobs are due then, not at once';
+COMMENT ON COLUMN outbox.events.tries IS 'failed attempts to fan it out';
+COMMENT ON COLUMN outbox.events.failures IS 'failed attempts that were its own fault; counts towards poisoning';
+COMMENT ON COLUMN outbox.events.retry_at IS 'when it is tried again after a failure';
+COMMENT ON COLUMN outbox.events.last_error IS 'why it failed last';
+COMMENT ON COLUMN outbox.events.poisoned_at IS 'when it was set aside; outbox.requeue puts it back in line';
+COMMENT ON INDEX outbox.events_unmarked IS 'events that wait for the relay';
+COMMENT ON INDEX outbox.events_retry IS 'events that failed and wait for their next try';
+
+CREATE TABLE outbox.subscriptions (
+	id int GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+	name text NOT NULL UNIQUE,
+	types text[] NOT NULL,
+	scope text,
+	filter jsonpath,
+	coalescing boolean NOT NULL DEFAULT false,
+	ordered boolean NOT NULL DEFAULT false,
+	sink text,
+	sink_oid oid,
+	handler text,
+	handler_oid oid,
+	options jsonb NOT NULL DEFAULT '{}',
+	max_attempts int NOT NULL DEFAULT 10,
+	retry_min interval NOT NULL DEFAULT '30 seconds',
+	retry_max interval NOT NULL DEFAULT '1 hour',
+	lease interval NOT NULL DEFAULT '5 minutes',
+	owner name NOT NULL,
+	owner_oid oid NOT NULL,
+	paused_at timestamptz,
+	created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp()
+);
+COMMENT ON TABLE outbox.subscriptions IS 'who gets which events';
+COMMENT ON COLUMN outbox.subscriptions.id IS 'number that jobs refer to';
+COMMENT ON COLUMN outbox.subscriptions.name IS 'name by which it is known';
+COMMENT ON COLUMN outbox.subscriptions.types IS 'patterns of event types; a leading ! excludes';
+COMMENT ON COLUMN outbox.subscriptions.scope IS 'only events of this scope; null: of every scope';
+COMMENT ON COLUMN outbox.subscriptions.filter IS 'only events whose payload this path accepts';
+COMMENT ON COLUMN outbox.subscriptions.coalescing IS 'one job for the latest event of each scope and subject in a pass';
+COMMENT ON COLUMN outbox.subscriptions.ordered IS 'jobs of one scope and subject are handled one after another';
+COMMENT ON COLUMN outbox.subscriptions.sink IS 'function that takes its jobs elsewhere; null: they wait in outbox.jobs';
+COMMENT ON COLUMN outbox.subscriptions.sink_oid IS 'the sink when it was named';
+COMMENT ON COLUMN outbox.subscriptions.handler IS 'function that handles its jobs in the server';
+COMMENT ON COLUMN outbox.subscriptions.handler_oid IS 'the handler when it was named';
+COMMENT ON COLUMN outbox.subscriptions.options IS 'options of the sink';
+COMMENT ON COLUMN outbox.subscriptions.max_attempts IS 'a job is dead after so many failed attempts';
+COMMENT ON COLUMN outbox.subscriptions.retry_min IS 'wait after the first failed attempt; doubles from then on';
+COMMENT ON COLUMN outbox.subscriptions.retry_max IS 'longest wait between attempts';
+COMMENT ON COLUMN outbox.subscriptions.lease IS 'how long a claimed job is held for its claimer';
+COMMENT ON COLUMN outbox.subscriptions.owner IS 'role it belongs to, by name';
+COMMENT ON COLUMN outbox.subscriptions.owner_oid IS 'role it belongs to, by oid: a role of the same name made later is another';
+COMMENT ON COLUMN outbox.subscriptions.paused_at IS 'since when its jobs rest';
+COMMENT ON COLUMN outbox.subscriptions.created_at IS 'when it was made';
+
+CREATE TABLE outbox.jobs (
+	id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+	subscription_id int NOT NULL,
+	event_seq bigint NOT NULL,
+	subject_key bigint,
+	due_at timestamptz NOT NULL,
+	attempts int NOT NULL DEFAULT 0,
+	last_error text,
+	engine_id text,
+	done_at timestamptz,
+	dead_at timestamptz,
+	created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+	filter_pending boolean
+);
+CREATE INDEX jobs_due ON outbox.jobs (subscription_id, due_at, id)
+	WHERE done_at IS NULL AND dead_at IS NULL;
+CREATE INDEX jobs_subject ON outbox.jobs (subscription_id, subject_key, id)
+	WHERE done_at IS NULL AND subject_key IS NOT NULL;
+COMMENT ON TABLE outbox.jobs IS 'one job for each event and subscription';
+COMMENT ON COLUMN outbox.jobs.id IS 'number of the job';
+COMMENT ON COLUMN outbox.jobs.subscription_id IS 'subscription it was made for';
+COMMENT ON COLUMN outbox.jobs.event_seq IS 'event it is about';
+COMMENT ON COLUMN outbox.jobs.subject_key IS 'hash of scope and subject, for ordered and coalescing subscriptions';
+COMMENT ON COLUMN outbox.jobs.due_at IS 'it can be claimed from then on';
+COMMENT ON COLUMN outbox.jobs.attempts IS 'attempts made';
+COMMENT ON COLUMN outbox.jobs.last_error IS 'why the last attempt failed';
+COMMENT ON COLUMN outbox.jobs.engine_id IS 'what the engine of a sink called it';
+COMMENT ON COLUMN outbox.jobs.done_at IS 'when it was completed';
+COMMENT ON COLUMN outbox.jobs.dead_at IS 'when it was set aside';
+COMMENT ON COLUMN outbox.jobs.created_at IS 'when the relay made it';
+COMMENT ON COLUMN outbox.jobs.filter_pending IS 'the filter was too slow, or the payload too large, to be evaluated by the relay';
+COMMENT ON INDEX outbox.jobs_due IS 'unfinished jobs in the order in which they are claimed';
+COMMENT ON INDEX outbox.jobs_subject IS 'unfinished jobs of one subject';
+
+CREATE TABLE outbox.routing (
+	version bigint NOT NULL
+);
+INSERT INTO outbox.routing VALUES (1);
+COMMENT ON TABLE outbox.routing IS 'one row: the version of the set of subscriptions, which every claim reads';
+COMMENT ON COLUMN outbox.routing.version IS 'raised by every change of outbox.subscriptions';
+
+CREATE TABLE outbox.armed (
+	database oid PRIMARY KEY,
+	armed_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+	stopped_at timestamptz
+);
+COMMENT ON TABLE outbox.armed IS 'the database in which outbox may work; not part of a dump, so that a copy rests';
+COMMENT ON COLUMN outbox.armed.database IS 'oid of that database';
+COMMENT ON COLUMN outbox.armed.armed_at IS 'since when';
+COMMENT ON COLUMN outbox.armed.stopped_at IS 'stopped by outbox.stop() since then';
+
+SELECT pg_catalog.pg_extension_config_dump('outbox.events', '');
+SELECT pg_catalog.pg_extension_config_dump('outbox.events_seq_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('outbox.subscriptions', '');
+SELECT pg_catalog.pg_extension_config_dump('outbox.subscriptions_id_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('outbox.jobs', '');
+SELECT pg_catalog.pg_extension_config_dump('outbox.jobs_id_seq', '');
+
+/*
+ * Record
+ */
+
+CREATE FUNCTION outbox.events_insert() RETURNS trigger
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_events_insert';
+COMMENT ON FUNCTION outbox.events_insert() IS 'checks an event and rings the relay when its transaction commits';
+CREATE TRIGGER events_insert BEFORE INSERT ON outbox.events
+	FOR EACH ROW EXECUTE FUNCTION outbox.events_insert();
+ALTER TABLE outbox.events ENABLE ALWAYS TRIGGER events_insert;
+COMMENT ON TRIGGER events_insert ON outbox.events IS 'checks an event and rings the relay when its transaction commits';
+
+CREATE FUNCTION outbox.record(type text, subject text DEFAULT NULL, payload jsonb DEFAULT '{}',
+	scope text DEFAULT NULL, headers jsonb DEFAULT NULL, not_before timestamptz DEFAULT NULL)
+	RETURNS bigint
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_record';
+COMMENT ON FUNCTION outbox.record(text, text, jsonb, text, jsonb, timestamptz) IS
+	'records an event in the current transaction and returns its seq';
+
+CREATE FUNCTION outbox.capture_row() RETURNS trigger
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_capture_row';
+COMMENT ON FUNCTION outbox.capture_row() IS 'records a change of a captured table; attached by outbox.capture';
+
+CREATE FUNCTION outbox.capture(relation regclass, type text, subject text DEFAULT NULL,
+	watch name[] DEFAULT NULL, operations text[] DEFAULT '{insert,update,delete}',
+	columns name[] DEFAULT NULL, scope text DEFAULT NULL)
+	RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_capture';
+COMMENT ON FUNCTION outbox.capture(regclass, text, text, name[], text[], name[], text) IS
+	'records an event for every change of a table; repeating it restates the definition';
+
+CREATE FUNCTION outbox.uncapture(relation regclass, type text DEFAULT NULL) RETURNS int
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_uncapture';
+COMMENT ON FUNCTION outbox.uncapture(regclass, text) IS
+	'ends the capture of a table, of one type or of all, and returns how many were ended';
+
+CREATE FUNCTION outbox.capture_definition(trigger oid) RETURNS jsonb
+	LANGUAGE c STRICT STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'outbox_capture_definition';
+COMMENT ON FUNCTION outbox.capture_definition(oid) IS 'definition of a capture, read from its trigger; for outbox.captures';
+
+/*
+ * Subscribe
+ */
+
+CREATE FUNCTION outbox.routing_changed() RETURNS trigger
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_routing_changed';
+COMMENT ON FUNCTION outbox.routing_changed() IS 'raises the version of the set of subscriptions';
+CREATE TRIGGER routing_changed AFTER INSERT OR UPDATE OR DELETE OR TRUNCATE ON outbox.subscriptions
+	FOR EACH STATEMENT EXECUTE FUNCTION outbox.routing_changed();
+ALTER TABLE outbox.subscriptions ENABLE ALWAYS TRIGGER routing_changed;
+COMMENT ON TRIGGER routing_changed ON outbox.subscriptions IS 'raises the version of the set of subscriptions';
+
+CREATE FUNCTION outbox.subscribe(name text, types text[] DEFAULT '{*}', scope text DEFAULT NULL,
+	filter jsonpath DEFAULT NULL, coalescing boolean DEFAULT false, ordered boolean DEFAULT false,
+	handler text DEFAULT NULL, sink text DEFAULT NULL, options jsonb DEFAULT '{}',
+	max_attempts int DEFAULT 10, retry_min interval DEFAULT '30s', retry_max interval DEFAULT '1h',
+	lease interval DEFAULT '5min')
+	RETURNS int
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_subscribe';
+COMMENT ON FUNCTION outbox.subscribe(text, text[], text, jsonpath, boolean, boolean, text, text, jsonb, int, interval, interval, interval) IS
+	'makes a subscription, or restates the whole definition of one';
+
+CREATE FUNCTION outbox.unsubscribe(name text) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_unsubscribe';
+COMMENT ON FUNCTION outbox.unsubscribe(text) IS 'ends a subscription and all its jobs';
+
+CREATE FUNCTION outbox.pause(name text) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_pause';
+COMMENT ON FUNCTION outbox.pause(text) IS 'lets the jobs of a subscription rest; it still gets new ones';
+
+CREATE FUNCTION outbox.resume(name text) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_resume';
+COMMENT ON FUNCTION outbox.resume(text) IS 'ends the rest of a paused subscription';
+
+CREATE FUNCTION outbox.rename(name text, new_name text) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_rename';
+COMMENT ON FUNCTION outbox.rename(text, text) IS 'gives a subscription another name; its jobs stay';
+
+CREATE FUNCTION outbox.set_owner(name text, owner name) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_set_owner';
+COMMENT ON FUNCTION outbox.set_owner(text, name) IS 'gives a subscription to another role';
+
+CREATE FUNCTION outbox.adopt(name text) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_adopt';
+COMMENT ON FUNCTION outbox.adopt(text) IS
+	'binds a subscription to the role that has its owner''s name now, after a restore or when that role was made anew';
+
+CREATE FUNCTION outbox.matching(type text, scope text DEFAULT NULL, payload jsonb DEFAULT '{}',
+	subject text DEFAULT NULL, headers jsonb DEFAULT NULL)
+	RETURNS SETOF text
+	LANGUAGE c STABLE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_matching';
+COMMENT ON FUNCTION outbox.matching(text, text, jsonb, text, jsonb) IS
+	'names of the subscriptions that would get such an event';
+
+CREATE FUNCTION outbox.visible(owner name, owner_oid oid) RETURNS boolean
+	LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'outbox_visible';
+COMMENT ON FUNCTION outbox.visible(name, oid) IS
+	'whether the current role may see a subscription of that owner; for the views';
+
+/*
+ * Relay
+ */
+
+CREATE FUNCTION outbox.requeue(seq bigint) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_requeue';
+COMMENT ON FUNCTION outbox.requeue(bigint) IS 'puts a poisoned event back in line; false when it is not poisoned';
+
+CREATE FUNCTION outbox.requeue_many(seqs bigint[]) RETURNS bigint
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_requeue_many';
+COMMENT ON FUNCTION outbox.requeue_many(bigint[]) IS 'puts poisoned events back in line and returns how many';
+
+CREATE FUNCTION outbox.discard(seq bigint) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_discard';
+COMMENT ON FUNCTION outbox.discard(bigint) IS 'gives up a poisoned event: it is marked and gets no jobs';
+
+CREATE PROCEDURE outbox.await_fanout(seq bigint, timeout interval DEFAULT '5s', INOUT outcome text DEFAULT NULL)
+	LANGUAGE c AS 'MODULE_PATHNAME', 'outbox_await_fanout';
+COMMENT ON PROCEDURE outbox.await_fanout(bigint, interval, text) IS
+	'waits until an event is fanned or poisoned; holds no snapshot meanwhile';
+
+CREATE FUNCTION outbox.wake() RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_wake';
+COMMENT ON FUNCTION outbox.wake() IS 'makes the relay look for events now';
+
+CREATE FUNCTION outbox.stop() RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_stop';
+COMMENT ON FUNCTION outbox.stop() IS 'lets the relay of this database rest; recording goes on';
+
+CREATE FUNCTION outbox.start() RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_start';
+COMMENT ON FUNCTION outbox.start() IS 'ends the rest begun by outbox.stop()';
+
+CREATE FUNCTION outbox.arm() RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_arm';
+COMMENT ON FUNCTION outbox.arm() IS 'lets outbox work in this database, which was restored or copied';
+
+/*
+ * Keep house
+ */
+
+CREATE FUNCTION outbox.grant(role name, privilege text) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_grant';
+COMMENT ON FUNCTION outbox.grant(name, text) IS 'gives a role the privilege record, consume or admin';
+
+CREATE FUNCTION outbox.revoke(role name, privilege text) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_revoke';
+COMMENT ON FUNCTION outbox.revoke(name, text) IS 'takes the privilege record, consume or admin from a role';
+
+CREATE FUNCTION outbox.relays(OUT database name, OUT database_oid oid, OUT relay int, OUT pid int, OUT state text,
+	OUT passes bigint, OUT events bigint, OUT jobs bigint, OUT failures bigint, OUT notify_failures bigint,
+	OUT last_pass_at timestamptz, OUT last_error text, OUT last_error_at timestamptz, OUT backoff_until timestamptz)
+	RETURNS SETOF record
+	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_relays';
+COMMENT ON FUNCTION outbox.relays() IS 'relays of the server and their counters, from shared memory; for outbox.stat_relay';
+
+CREATE FUNCTION outbox.check(OUT level text, OUT finding text, OUT hint text) RETURNS SETOF record
+	LANGUAGE c STRICT VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_check';
+COMMENT ON FUNCTION outbox.check() IS 'says in words what keeps events from being fanned out';
+
+CREATE VIEW outbox.captures WITH (security_barrier) AS
+	SELECT t.tgrelid::pg_catalog.regclass AS relation,
+		d.def OPERATOR(pg_catalog.->>) 'type' AS type,
+		d.def OPERATOR(pg_catalog.->>) 'subject' AS subject,
+		d.def OPERATOR(pg_catalog.->) 'watch' AS watch,
+		d.def OPERATOR(pg_catalog.->) 'operations' AS operations,
+		d.def OPERATOR(pg_catalog.->) 'columns' AS columns,
+		d.def OPERATOR(pg_catalog.->>) 'scope' AS scope,
+		t.tgenabled OPERATOR(pg_catalog.<>) 'D' AS enabled,
+		t.tgname AS trigger
+	FROM pg_catalog.pg_trigger t
+		CROSS JOIN LATERAL (SELECT outbox.capture_definition(t.oid) AS def OFFSET 0) d
+	WHERE t.tgfoid OPERATOR(pg_catalog.=) (
+			SELECT p.oid FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid OPERATOR(pg_catalog.=) p.pronamespace
+			WHERE p.proname OPERATOR(pg_catalog.=) 'capture_row' AND n.nspname OPERATOR(pg_catalog.=) 'outbox')
+		AND t.tgparentid OPERATOR(pg_catalog.=) 0;
+COMMENT ON VIEW outbox.captures IS 'captured tables';
+
+CREATE VIEW outbox.poisoned WITH (security_barrier) AS
+	SELECT seq, type, subject, scope, payload, headers, recorded_at, tries, failures, last_error, poisoned_at
+	FROM outbox.events
+	WHERE poisoned_at IS NOT NULL AND fanned_out_at IS NULL;
+COMMENT ON VIEW outbox.poisoned IS 'events set aside; outbox.requeue puts one back in line, outbox.discard gives it up';
+
+CREATE INDEX events_poisoned ON outbox.events (seq)
+	WHERE poisoned_at IS NOT NULL AND fanned_out_at IS NULL;
+COMMENT ON INDEX outbox.events_poisoned IS 'events set aside';
+
+CREATE VIEW outbox.job_status WITH (security_barrier) AS
+	SELECT j.id AS job, s.name AS subscription, j.event_seq AS seq,
+		CASE WHEN j.done_at IS NOT NULL THEN 'done'
+			WHEN j.dead_at IS NOT NULL THEN 'dead'
+			WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
+			ELSE 'waiting' END AS state,
+		j.attempts, s.max_attempts, j.due_at, j.last_error, j.engine_id, j.done_at, j.dead_at, j.created_at
+	FROM outbox.jobs j JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id
+	WHERE outbox.visible(s.owner, s.owner_oid);
+COMMENT ON VIEW outbox.job_status IS 'jobs of the subscriptions that the current role may see, with their state in words';
+
+CREATE VIEW outbox.event_status WITH (security_barrier) AS
+	SELECT e.seq, e.type, e.subject, e.scope, e.recorded_at, e.fanned_out_at,
+		CASE WHEN e.fanned_out_at IS NOT NULL THEN 'fanned'
+			WHEN e.poisoned_at IS NOT NULL THEN 'poisoned'
+			WHEN e.retry_at IS NOT NULL THEN 'retrying'
+			ELSE 'unmarked' END AS event_state,
+		e.tries, e.failures, e.last_error AS event_error,
+		d.subscription, d.job, d.state, d.attempts, d.last_error, d.handled_at
+	FROM outbox.events e
+		LEFT JOIN LATERAL (
+			SELECT f.key AS subscription, f.value::bigint AS job,
+				CASE WHEN j.id IS NULL THEN 'pruned'
+					WHEN s.id IS NULL THEN 'cancelled'
+					WHEN j.done_at IS NOT NULL THEN 'done'
+					WHEN j.dead_at IS NOT NULL THEN 'dead'
+					WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
+					ELSE 'waiting' END AS state,
+				j.attempts, j.last_error, COALESCE(j.done_at, j.dead_at) AS handled_at
+			FROM pg_catalog.jsonb_each_text(e.fanout) f
+				LEFT JOIN outbox.jobs j ON j.id OPERATOR(pg_catalog.=) f.value::bigint
+				LEFT JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id
+			WHERE outbox.visible(s.owner, s.owner_oid)
+		) d ON true
+	WHERE d.job IS NOT NULL OR outbox.visible(NULL, NULL);
+COMMENT ON VIEW outbox.event_status IS
+	'each event with its jobs, so far as the current role may see them: who has handled it, when, and why not yet';
+
+CREATE VIEW outbox.stat_relay WITH (security_barrier) AS
+	SELECT r.database, r.pid, r.state, r.passes, r.events, r.jobs, r.failures, r.last_pass_at, r.last_error,
+		CASE WHEN d.here THEN (SELECT pg_catalog.count(*) FROM (SELECT FROM outbox.events
+			WHERE fanned_out_at IS NULL AND poisoned_at IS NULL LIMIT 100000) e) END AS unmarked,
+		CASE WHEN d.here THEN (SELECT recorded_at FROM outbox.events
+			WHERE fanned_out_at IS NULL AND poisoned_at IS NULL ORDER BY seq LIMIT 1) END AS oldest_unmarked,
+		r.relay, r.notify_failures, r.last_error_at, r.backoff_until
+	FROM outbox.relays() r
+		CROSS JOIN LATERAL (SELECT r.database_oid OPERATOR(pg_catalog.=)
+			(SELECT oid FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database()) AS here) d;
+COMMENT ON VIEW outbox.stat_relay IS
+	'relays of the server and what they have done since they started; unmarked counts to 100,000 at most, and is null for other databases';
+
+CREATE VIEW outbox.stat_subscription WITH (security_barrier) AS
+	SELECT s.name,
+		CASE WHEN o.oid IS NULL THEN 'owner missing'
+			WHEN s.paused_at IS NOT NULL THEN 'paused'
+			ELSE 'active' END AS state,
+		w.waiting, w.oldest_waiting, s.paused_at
+	FROM outbox.subscriptions s
+		LEFT JOIN pg_catalog.pg_roles o ON o.oid OPERATOR(pg_catalog.=) s.owner_oid AND o.rolname OPERATOR(pg_catalog.=) s.owner
+		CROSS JOIN LATERAL (
+			SELECT pg_catalog.count(*) AS waiting, pg_catalog.min(j.created_at) AS oldest_waiting
+			FROM (SELECT created_at FROM outbox.jobs
+				WHERE subscription_id OPERATOR(pg_catalog.=) s.id AND done_at IS NULL AND dead_at IS NULL
+				ORDER BY due_at, id LIMIT 100000) j
+		) w
+	WHERE outbox.visible(s.owner, s.owner_oid);
+COMMENT ON VIEW outbox.stat_subscription IS
+	'subscriptions that the current role may see, and what waits for them; waiting counts to 100,000 at most';
+
+/*
+ * Rights: nothing to PUBLIC, whatever the default privileges say; outbox.grant gives what a role needs.
+ */
+
+REVOKE ALL ON SCHEMA outbox FROM PUBLIC;
+REVOKE ALL ON ALL TABLES IN SCHEMA outbox FROM PUBLIC;
+REVOKE ALL ON ALL SEQUENCES IN SCHEMA outbox FROM PUBLIC;
+REVOKE ALL ON ALL ROUTINES IN SCHEMA outbox FROM PUBLIC;

@@ -1,0 +1,44 @@
+/*-------------------------------------------------------------------------
+ *
+ * compat.h
+ *		Differences between PostgreSQL 15 and 19.
+ *
+ * Callers are written to the newest signature; what is here adapts down,
+ * one comment with the version each.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef OUTBOX_COMPAT_H
+#define OUTBOX_COMPAT_H
+
+#if PG_VERSION_NUM < 150000
+#error "outbox needs PostgreSQL 15 or later"
+#endif
+
+/* 17: PGPROC numbers got a name of their own */
+#if PG_VERSION_NUM < 170000
+#define MyProcNumber (MyProc->pgprocno)
+#endif
+
+/* 17: custom wait events */
+#if PG_VERSION_NUM < 170000
+#include "utils/wait_event.h"
+#define WaitEventExtensionNew(name) PG_WAIT_EXTENSION
+#endif
+
+/* 17: a worker may connect as a role that may not log in */
+#ifndef BGWORKER_BYPASS_ROLELOGINCHECK
+#define BGWORKER_BYPASS_ROLELOGINCHECK 0
+#endif
+
+/* 19: a worker may be ended by DDL on its database */
+#ifndef BGWORKER_INTERRUPTIBLE
+#define BGWORKER_INTERRUPTIBLE 0
+#endif
+
+/* 18: pg_noreturn is a prefix; before that an attribute */
+#ifndef pg_noreturn
+#define pg_noreturn pg_attribute_noreturn()
+#endif
+
+#endif							/* OUTBOX_COMPAT_H */

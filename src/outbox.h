@@ -1,0 +1,312 @@
+/*-------------------------------------------------------------------------
+ *
+ * outbox.h
+ *		Types and functions shared by the files of the extension.
+ *
+ * Words are those of the README: event, subscription, job, pass, doorbell,
+ * sweep, poisoned.  Every external symbol begins with outbox_.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef OUTBOX_H
+#define OUTBOX_H
+
+#include "postgres.h"
+
+#include "access/xact.h"
+#include "datatype/timestamp.h"
+#include "executor/spi.h"
+#include "fmgr.h"
+#include "port/atomics.h"
+#include "storage/block.h"
+#include "storage/itemptr.h"
+#include "storage/lwlock.h"
+#include "storage/spin.h"
+#include "utils/jsonb.h"
+#include "utils/jsonpath.h"
+
+#include "compat.h"
+
+#define OUTBOX_EXTENSION "outbox"
+#define OUTBOX_SCHEMA "outbox"
+#define OUTBOX_LIBRARY "outbox"
+
+#define OUTBOX_MAX_RELAYS 16	/* relays of one database */
+#define OUTBOX_MAX_RANGES 16	/* hints kept for one database */
+#define OUTBOX_MAX_PREPARED 64	/* prepared transactions whose hint is kept */
+#define OUTBOX_MAX_TELLS 32		/* databases that the launcher is to probe */
+#define OUTBOX_ERROR_LEN 512	/* error text kept in shared memory */
+#define OUTBOX_GIDSIZE 200		/* as GIDSIZE in access/xact.h */
+
+/* Limits of an event, in bytes */
+#define OUTBOX_MAX_TYPE 255
+#define OUTBOX_MAX_SUBJECT (16 * 1024)
+#define OUTBOX_MAX_SCOPE (16 * 1024)
+#define OUTBOX_MAX_PAYLOAD (64 * 1024 * 1024)
+#define OUTBOX_MAX_HEADERS (1024 * 1024)
+
+/* A range of seqs that may hold unmarked events: a hint, never trusted */
+typedef struct OutboxRange
+{
+	int64		low;
+	int64		high;
+} OutboxRange;
+
+#define OUTBOX_SEQ_MIN PG_INT64_MIN
+#define OUTBOX_SEQ_MAX PG_INT64_MAX
+
+typedef enum OutboxRelayState
+{
+	OUTBOX_RELAY_FREE = 0,
+	OUTBOX_RELAY_IDLE,
+	OUTBOX_RELAY_PASS,
+	OUTBOX_RELAY_BACKOFF,
+	OUTBOX_RELAY_RESTING		/* not armed, or stopped */
+} OutboxRelayState;
+
+/*
+ * One relay of one database.  Written by that relay alone, except that the
+ * launcher frees it; pid and procno under the database's mutex, the counters
+ * likewise (they are read by outbox.relays()).
+ */
+typedef struct OutboxRelay
+{
+	int			pid;			/* 0: no such relay */
+	int			procno;			/* for ProcSendSignal */
+	OutboxRelayState state;
+	int64		passes;
+	int64		events;
+	int64		jobs;
+	int64		failures;
+	int64		notify_failures;
+	TimestampTz last_pass_at;
+	TimestampTz last_error_at;
+	TimestampTz backoff_until;
+	char		last_error[OUTBOX_ERROR_LEN];
+} OutboxRelay;
+
+/*
+ * A database in which outbox works.  dboid is set and cleared by the launcher
+ * with both OutboxShared.lock and the mutex held; it may be read without a
+ * lock, but must be looked at again under the mutex before anything is
+ * written.
+ */
+typedef struct OutboxDatabase
+{
+	slock_t		mutex;
+	Oid			dboid;			/* InvalidOid: free */
+	Oid			extowner;		/* owner of the extension there */
+	bool		closed;			/* DDL on the database: no worker may start */
+
+	/* the doorbell */
+	int			nranges;
+	OutboxRange ranges[OUTBOX_MAX_RANGES];	/* by low; disjoint */
+	bool		sweep_wanted;	/* rung without a hint */
+	TimestampTz swept_at;		/* when the last sweep began */
+	TimestampTz next_retry;		/* earliest retry_at known; 0: none */
+
+	OutboxRelay relays[OUTBOX_MAX_RELAYS];
+} OutboxDatabase;
+
+/* A prepared transaction that recorded events */
+typedef struct OutboxPrepared
+{
+	char		gid[OUTBOX_GIDSIZE];	/* "": free */
+	Oid			dboid;
+	OutboxRange range;
+} OutboxPrepared;
+
+/* A backend that waits for an event to be fanned out; one for each backend */
+typedef struct OutboxWaiter
+{
+	pg_atomic_uint32 dboid;		/* 0: does not wait */
+	pg_atomic_uint64 seq;
+} OutboxWaiter;
+
+typedef struct OutboxShared
+{
+	LWLock	   *lock;			/* slots, prepared, tells */
+
+	/* the launcher */
+	slock_t		mutex;			/* protects the following five */
+	int			launcher_pid;
+	int			launcher_procno;
+	bool		probe_all;		/* look at every database again */
+	int			ntells;
+	Oid			tells[OUTBOX_MAX_TELLS];	/* databases to probe */
+
+	/* prepared transactions, under lock */
+	bool		prepared_unknown;	/* some may have recorded unknown seqs */
+	OutboxPrepared prepared[OUTBOX_MAX_PREPARED];
+
+	/* waiters, one for each PGPROC */
+	pg_atomic_uint32 nwaiting;
+	int			nwaiters;
+	OutboxWaiter *waiters;
+
+	int			ndatabases;
+	OutboxDatabase databases[FLEXIBLE_ARRAY_MEMBER];
+} OutboxShared;
+
+/* One event of a pass */
+typedef struct OutboxEvent
+{
+	ItemPointerData tid;
+	int64		seq;
+	char	   *type;			/* as C strings, in the pass's context */
+	char	   *subject;		/* may be NULL */
+	char	   *scope;			/* may be NULL */
+	TimestampTz not_before;		/* 0: none */
+	int			tries;
+	int			failures;
+	bool		failed;			/* failed when it was redone alone */
+
+	/* filled by outbox_route_events */
+	int			ntargets;
+	struct OutboxTarget *targets;
+} OutboxEvent;
+
+/* A subscription as the relay needs it */
+typedef struct OutboxSubscription
+{
+	int32		id;
+	char	   *name;
+	List	   *patterns;		/* OutboxPattern *, parsed */
+	char	   *scope;			/* NULL: every scope */
+	JsonPath   *filter;			/* NULL: none */
+	bool		coalescing;
+	bool		ordered;
+	bool		slow_filter;	/* its filter ran out of time: not evaluated here */
+} OutboxSubscription;
+
+/* A subscription that an event matched */
+typedef struct OutboxTarget
+{
+	OutboxSubscription *sub;
+	bool		filter_pending; /* too slow or too large to evaluate here */
+	int64		job;			/* filled by the pass: job id */
+} OutboxTarget;
+
+/* guc.c */
+extern char *outbox_databases;
+extern int	outbox_relays_setting;
+extern int	outbox_batch_size;
+extern int	outbox_sweep_interval;	/* ms */
+extern int	outbox_relay_retry_min; /* ms */
+extern int	outbox_relay_retry_max; /* ms */
+extern int	outbox_poison_after;
+extern int	outbox_max_databases;
+extern char *outbox_record_channel;
+extern char *outbox_fanned_channel;
+extern char *outbox_poisoned_channel;
+extern bool outbox_notify_on_record;
+extern bool outbox_synchronous_pass;
+extern void outbox_guc_init(void);
+extern bool outbox_database_listed(const char *datname);
+
+/* shmem.c */
+extern OutboxShared *outbox_shared; /* NULL: the library is not preloaded */
+extern void outbox_shmem_init(void);
+extern OutboxDatabase *outbox_find_database(Oid dboid);
+
+/* doorbell.c */
+extern void outbox_doorbell_init(void);
+extern void outbox_doorbell_note(int64 seq);
+extern void outbox_doorbell_note_sweep(void);
+extern void outbox_doorbell_note_tell(void);
+extern void outbox_doorbell_post(OutboxDatabase *db, int64 low, int64 high);
+extern void outbox_doorbell_sweep(OutboxDatabase *db);
+extern bool outbox_doorbell_take(OutboxDatabase *db, OutboxRange *range);
+extern void outbox_doorbell_finish_prepared(const char *gid, bool commit);
+extern void outbox_doorbell_wake(OutboxDatabase *db);
+
+/* await.c */
+extern void outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs);
+
+/* record.c */
+extern void outbox_check_type(const char *type, int len, bool internal);
+extern int64 outbox_record_event(Datum type, Datum subject, Datum payload, Datum scope,
+								 Datum headers, Datum not_before, const bool *nulls,
+								 bool internal);
+
+/* spi.c */
+typedef struct OutboxOwnerContext
+{
+	Oid			userid;
+	int			sec_context;
+	int			guc_level;
+} OutboxOwnerContext;
+
+typedef struct OutboxPlan
+{
+	const char *query;
+	int			nargs;
+	Oid			argtypes[16];
+	SPIPlanPtr	plan;			/* kept; NULL: not prepared yet */
+} OutboxPlan;
+
+extern Oid	outbox_extension_owner(void);
+extern Oid	outbox_relation_owner(void);
+extern Oid	outbox_function_oid(const char *name);
+extern bool outbox_is_admin(Oid roleid);
+extern void outbox_become_owner(OutboxOwnerContext *context);
+extern void outbox_become_caller(OutboxOwnerContext *context);
+extern void outbox_spi_connect(void);
+extern void outbox_spi_finish(void);
+extern uint64 outbox_execute(OutboxPlan *plan, Datum *values, const char *nulls, int expected);
+extern Datum outbox_spi_value(int row, int column, bool *isnull);
+extern char *outbox_spi_string(int row, int column);
+extern char *outbox_clip(const char *text, int limit);
+
+/* glob.c */
+typedef struct OutboxPattern
+{
+	bool		exclude;		/* began with ! */
+	bool		internal;		/* begins with "outbox.": matches the extension's own events */
+	int			len;
+	char		text[FLEXIBLE_ARRAY_MEMBER];	/* without the ! */
+} OutboxPattern;
+
+extern OutboxPattern *outbox_glob_parse(const char *pattern, int len, const char **error);
+extern bool outbox_glob_match(const OutboxPattern *pattern, const char *text, int len);
+extern bool outbox_glob_match_list(List *patterns, const char *text, int len);
+
+/* route.c */
+extern void outbox_route_events(OutboxEvent *events, int nevents, int64 version);
+extern void outbox_route_forget(void);
+
+/* notify.c */
+extern void outbox_notify_fanned(const int64 *seqs, int nseqs);
+extern void outbox_notify_poisoned(const OutboxEvent *event, int sqlstate);
+extern bool outbox_notify_send(List *payloads, const char *channel);
+extern void outbox_listen_update(void);
+extern bool outbox_listen_heard(void);
+
+/* worker.c */
+extern void outbox_worker_connect(Oid dboid, Oid userid, const char *type);
+extern void outbox_worker_pin_settings(void);
+extern void outbox_worker_begin(const char *activity);
+extern void outbox_worker_commit(void);
+extern void outbox_worker_abort(void);
+extern void outbox_worker_reload(void);
+extern uint32 outbox_wait_event(const char *name);
+
+/* relay.c */
+extern PGDLLEXPORT void outbox_relay_main(Datum main_arg);
+extern bool outbox_relay_sweep_once(void);
+
+/* launcher.c */
+extern void outbox_launcher_register(void);
+extern void outbox_launcher_tell(Oid dboid);	/* commit callback: must not raise or allocate */
+extern PGDLLEXPORT void outbox_launcher_main(Datum main_arg);
+extern PGDLLEXPORT void outbox_probe_main(Datum main_arg);
+
+/* ddl.c */
+extern void outbox_ddl_init(void);
+extern void outbox_ddl_at_xact_end(void);	/* commit or abort: must not raise or allocate */
+
+/* capture.c */
+extern void outbox_capture_init(void);
+extern void outbox_capture_altered(Oid relid, int attnum, bool dropped);
+
+#endif							/* OUTBOX_H */
