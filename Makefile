@@ -1,0 +1,61 @@
+# outbox: a transactional outbox inside the server
+#
+#	make && make install && make installcheck
+#
+# installcheck starts its own servers (with the library preloaded) from the
+# installation that PG_CONFIG names, so nothing needs to be running; like the
+# server it refuses to run as root.  "test/run.sh" does it all.
+
+MODULE_big = outbox
+OBJS = \
+	outbox.o \
+	$(patsubst %.c,%.o,$(sort $(wildcard src/*.c)))
+
+EXTENSION = outbox
+DATA = outbox--1.0.sql
+PGFILEDESC = "outbox - transactional outbox inside the server"
+
+PG_CPPFLAGS = -I$(srcdir)/src
+
+# The first test creates the extension, so it must run first.
+REGRESS = install \
+	$(filter-out install,$(patsubst $(srcdir)/sql/%.sql,%,$(sort $(wildcard $(srcdir)/sql/*.sql))))
+REGRESS_OPTS = \
+	--inputdir=$(srcdir) \
+	--temp-instance=./tmp_check/regress \
+	--temp-config=$(srcdir)/test/regress.conf
+
+ISOLATION = $(patsubst $(srcdir)/test/isolation/specs/%.spec,%,$(sort $(wildcard $(srcdir)/test/isolation/specs/*.spec)))
+ISOLATION_OPTS = \
+	--inputdir=$(srcdir)/test/isolation \
+	--temp-instance=./tmp_check/isolation \
+	--temp-config=$(srcdir)/test/regress.conf
+
+TAP_TESTS = 1
+PROVE_TESTS = test/t/*.pl
+
+EXTRA_CLEAN = tmp_check output_iso results regression.diffs regression.out
+
+PG_CONFIG ?= pg_config
+PGXS := $(shell $(PG_CONFIG) --pgxs)
+include $(PGXS)
+
+ifneq ($(shell test $(MAJORVERSION) -ge 15 && echo ok),ok)
+$(error outbox needs PostgreSQL 15 or later, and $(PG_CONFIG) is of $(VERSION))
+endif
+
+# Debian's PostgreSQL is built without dependency tracking.
+$(OBJS) $(OBJS:.o=.bc): $(wildcard $(srcdir)/src/*.h)
+
+# "make WERROR=1" is for our own checks.  It is never the default: a later
+# compiler must not break the build of people who only want to use it.
+ifdef WERROR
+# What the server's own headers and macros do not keep to.
+PG_CFLAGS += -Wall -Wextra -Werror \
+	-Wno-unused-parameter -Wno-sign-compare -Wno-missing-field-initializers
+ifneq ($(findstring clang,$(CC)),)
+# The server was configured for gcc, and its flags come along.
+PG_CFLAGS += -Wno-unknown-warning-option -Wno-ignored-optimization-argument \
+	-Wno-unused-command-line-argument
+endif
+endif
