@@ -213,7 +213,7 @@ extern OutboxDatabase *outbox_find_database(Oid dboid);
 extern void outbox_doorbell_init(void);
 extern void outbox_doorbell_note(int64 seq);
 extern void outbox_doorbell_note_sweep(void);
-extern void outbox_doorbell_note_tell(void);
+extern void outbox_doorbell_preparing(const char *gid);
 extern void outbox_doorbell_post(OutboxDatabase *db, int64 low, int64 high);
 extern void outbox_doorbell_sweep(OutboxDatabase *db);
 extern bool outbox_doorbell_take(OutboxDatabase *db, OutboxRange *range);
@@ -246,9 +246,10 @@ typedef struct OutboxPlan
 } OutboxPlan;
 
 extern Oid	outbox_extension_owner(void);
-extern Oid	outbox_relation_owner(void);
+extern char *outbox_current_database(void);
 extern Oid	outbox_function_oid(const char *name);
 extern bool outbox_is_admin(Oid roleid);
+extern bool outbox_may_execute(Oid function, Oid roleid);
 extern void outbox_become_owner(OutboxOwnerContext *context);
 extern void outbox_become_caller(OutboxOwnerContext *context);
 extern void outbox_spi_connect(void);
@@ -303,7 +304,7 @@ extern PGDLLEXPORT void outbox_probe_main(Datum main_arg);
 
 /* ddl.c */
 extern void outbox_ddl_init(void);
-extern void outbox_ddl_at_xact_end(void);	/* commit or abort: must not raise or allocate */
+extern void outbox_ddl_at_xact_end(bool committed);	/* commit or abort: must not raise or allocate */
 
 /* capture.c */
 extern void outbox_capture_init(void);
