@@ -34,6 +34,19 @@ ISOLATION_OPTS = \
 TAP_TESTS = 1
 PROVE_TESTS = test/t/*.pl
 
+# "make WERROR=1" is for our own checks.  It is never the default: a later
+# compiler must not break the build of people who only want to use it.
+ifdef WERROR
+# What the server's own headers and macros do not keep to.
+PG_CFLAGS += -Wall -Wextra -Werror \
+	-Wno-unused-parameter -Wno-sign-compare -Wno-missing-field-initializers
+ifneq ($(findstring clang,$(CC)),)
+# The server was configured for gcc, and its flags come along.
+PG_CFLAGS += -Wno-unknown-warning-option -Wno-ignored-optimization-argument -Wno-ignored-attributes \
+	-Wno-unused-command-line-argument
+endif
+endif
+
 EXTRA_CLEAN = tmp_check output_iso results regression.diffs regression.out
 
 PG_CONFIG ?= pg_config
@@ -46,16 +59,3 @@ endif
 
 # Debian's PostgreSQL is built without dependency tracking.
 $(OBJS) $(OBJS:.o=.bc): $(wildcard $(srcdir)/src/*.h)
-
-# "make WERROR=1" is for our own checks.  It is never the default: a later
-# compiler must not break the build of people who only want to use it.
-ifdef WERROR
-# What the server's own headers and macros do not keep to.
-PG_CFLAGS += -Wall -Wextra -Werror \
-	-Wno-unused-parameter -Wno-sign-compare -Wno-missing-field-initializers
-ifneq ($(findstring clang,$(CC)),)
-# The server was configured for gcc, and its flags come along.
-PG_CFLAGS += -Wno-unknown-warning-option -Wno-ignored-optimization-argument \
-	-Wno-unused-command-line-argument
-endif
-endif

@@ -102,3 +102,35 @@ private_server() {
 	[ "$("$PG_CONFIG" --pkglibdir)" = "$2$("$1" --pkglibdir)" ] ||
 		die "the copy of PostgreSQL in $2 does not know its place"
 }
+
+# find_server PACKAGE ...: set PG_CONFIG to that of the server to work with, the
+# environment's or Debian's, and install what building and the caller need.
+find_server() {
+	local packages=(gcc libc6-dev make "$@")
+
+	if [ -z "${PG_CONFIG:-}" ]; then
+		PG_CONFIG=/usr/lib/postgresql/15/bin/pg_config
+		packages+=(postgresql-15 postgresql-server-dev-15)
+	fi
+	if command -v dpkg-query >/dev/null; then
+		install_packages "${packages[@]}"
+	fi
+	"$PG_CONFIG" --version >/dev/null || die "cannot run $PG_CONFIG"
+
+	# nothing of the caller's environment may lead the tools elsewhere
+	unset PGHOST PGPORT PGUSER PGPASSWORD PGDATABASE PGDATA PGSERVICE PGOPTIONS \
+		MAKEFLAGS MFLAGS MAKELEVEL
+	export LC_ALL=C.UTF-8
+}
+
+# make_scratch NAME: make a directory for what is only needed in this run, with
+# the source in outbox/ and a PostgreSQL of its own in server/, and set scratch
+# and PG_CONFIG.
+make_scratch() {
+	scratch=$(mktemp -d "/tmp/$1.XXXXXX") || exit 1
+	chmod 755 "$scratch"
+	export HOME=$scratch
+	copy_tree "$scratch/outbox"
+	private_server "$PG_CONFIG" "$scratch/server"
+	[ "$(id -u)" -ne 0 ] || chown -R postgres "$scratch"
+}

@@ -30,7 +30,7 @@ suite_of() {
 
 # What test/run.sh would install, so that it need not (a chroot has no network
 # set up).
-packages='gcc make clang libipc-run-perl perl locales-all'
+packages='gcc libc6-dev make perl libipc-run-perl'
 
 mirror() {
 	local found codename
