@@ -12,6 +12,7 @@
 
 #include "commands/extension.h"
 #include "miscadmin.h"
+#include "utils/guc.h"
 
 #ifdef PG_MODULE_MAGIC_EXT
 PG_MODULE_MAGIC_EXT(.name = "outbox", .version = "1.0");

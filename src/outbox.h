@@ -184,7 +184,11 @@ typedef struct OutboxTarget
 {
 	OutboxSubscription *sub;
 	bool		filter_pending; /* too slow or too large to evaluate here */
-	int64		job;			/* filled by the pass: job id */
+
+	/* filled by outbox_enqueue */
+	struct OutboxTarget *covered_by;	/* coalesced: the later delivery */
+	TimestampTz due_at;
+	int64		job;
 } OutboxTarget;
 
 /* guc.c */
@@ -275,6 +279,33 @@ extern bool outbox_glob_match_list(List *patterns, const char *text, int len);
 /* route.c */
 extern void outbox_route_events(OutboxEvent *events, int nevents, int64 version);
 extern void outbox_route_forget(void);
+
+/* jobs.c */
+extern int	outbox_enqueue(OutboxEvent *events, int nevents);
+extern int64 outbox_subject_key(const char *scope, const char *subject);
+
+/* pass.c */
+typedef struct OutboxPass
+{
+	OutboxRange range;			/* what is claimed, unless retry */
+	bool		retry;			/* claim the rows whose retry_at has come */
+	OutboxDatabase *db;			/* slot to which the rest is posted; NULL: none */
+
+	/* results */
+	int			claimed;
+	bool		full;			/* the claim was full: there may be more */
+	int64		last;			/* highest seq claimed */
+	int64		fanned;
+	int64		jobs;
+	int64		failures;		/* events that failed alone */
+	bool		retry_set;		/* some event waits for retry_at now */
+	bool		gone;			/* the extension is not there any more */
+	bool		trouble;		/* nothing went: the relay should back off */
+	char	   *error;			/* last error, in the caller's context */
+} OutboxPass;
+
+extern void outbox_pass(OutboxPass *pass);
+extern TimestampTz outbox_pass_next_retry(bool *resting);
 
 /* notify.c */
 extern void outbox_notify_fanned(const int64 *seqs, int nseqs);

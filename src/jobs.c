@@ -1,0 +1,321 @@
+/*-------------------------------------------------------------------------
+ *
+ * jobs.c
+ *		From routed events to rows of outbox.jobs: coalesce, enqueue, mark.
+ *
+ * Everything is set-based: arrays go through unnest into one INSERT and one
+ * UPDATE a pass.  The caller is connected to SPI, holds the events locked, and
+ * decides what an error means.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "outbox.h"
+
+#include "catalog/namespace.h"
+#include "catalog/pg_type.h"
+#include "commands/sequence.h"
+#include "common/hashfn.h"
+#include "utils/array.h"
+#include "utils/builtins.h"
+#include "utils/numeric.h"
+#include "utils/timestamp.h"
+
+/* A delivery that may be covered by that of a later event */
+typedef struct Coalesced
+{
+	OutboxEvent *event;
+	OutboxTarget *target;
+} Coalesced;
+
+/* Compare two texts by their bytes, null before all others. */
+static int
+compare_text(const char *a, const char *b)
+{
+	if (a == NULL || b == NULL)
+		return (a != NULL) - (b != NULL);
+	return strcmp(a, b);
+}
+
+/* Order by what is coalesced: subscription, scope and subject, then seq. */
+static int
+compare_coalesced(const void *a, const void *b)
+{
+	const Coalesced *ca = a;
+	const Coalesced *cb = b;
+	int			result;
+
+	if (ca->target->sub->id != cb->target->sub->id)
+		return ca->target->sub->id < cb->target->sub->id ? -1 : 1;
+	result = compare_text(ca->event->scope, cb->event->scope);
+	if (result == 0)
+		result = strcmp(ca->event->subject, cb->event->subject);
+	if (result == 0)
+		result = ca->event->seq < cb->event->seq ? -1 : ca->event->seq > cb->event->seq;
+	return result;
+}
+
+/* Are two deliveries of one subscription, scope and subject? */
+static bool
+same_subject(const Coalesced *a, const Coalesced *b)
+{
+	return a->target->sub->id == b->target->sub->id &&
+		compare_text(a->event->scope, b->event->scope) == 0 &&
+		strcmp(a->event->subject, b->event->subject) == 0;
+}
+
+/*
+ * Decide which deliveries are covered by a later one: of each coalescing
+ * subscription, scope and subject only the event with the highest seq gets a
+ * job, due when the first of them would be.  An event without a subject, or
+ * whose filter has still to be evaluated, is never covered.
+ */
+static void
+coalesce(OutboxEvent *events, int nevents)
+{
+	Coalesced  *list;
+	int			n = 0;
+	int			i,
+				j;
+
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+		{
+			OutboxTarget *target = &events[i].targets[j];
+
+			target->covered_by = NULL;
+			target->due_at = events[i].not_before;
+			if (target->sub->coalescing && events[i].subject != NULL && !target->filter_pending)
+				n++;
+		}
+	}
+	if (n < 2)
+		return;
+
+	list = palloc(n * sizeof(Coalesced));
+	n = 0;
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+		{
+			OutboxTarget *target = &events[i].targets[j];
+
+			if (target->sub->coalescing && events[i].subject != NULL && !target->filter_pending)
+			{
+				list[n].event = &events[i];
+				list[n++].target = target;
+			}
+		}
+	}
+	qsort(list, n, sizeof(Coalesced), compare_coalesced);
+	for (i = n - 2; i >= 0; i--)
+	{
+		OutboxTarget *later = list[i + 1].target;
+
+		if (!same_subject(&list[i], &list[i + 1]))
+			continue;
+		if (later->covered_by != NULL)
+			later = later->covered_by;
+		list[i].target->covered_by = later;
+		later->due_at = Min(later->due_at, list[i].target->due_at);
+	}
+	pfree(list);
+}
+
+/*
+ * Key of the scope and subject of an event, by which jobs of one subject find
+ * each other.  A hash: two subjects may share one, which only makes one wait
+ * for the other.
+ */
+int64
+outbox_subject_key(const char *scope, const char *subject)
+{
+	uint64		hash = 0;
+
+	if (scope != NULL)
+		hash = DatumGetUInt64(hash_any_extended((const unsigned char *) scope,
+												strlen(scope), 1));
+	hash ^= DatumGetUInt64(hash_any_extended((const unsigned char *) subject,
+											 strlen(subject), hash));
+	return (int64) hash;
+}
+
+/* Array of by-value elements with optional nulls, as a parameter of a plan */
+static Datum
+make_array(Datum *values, bool *nulls, int n, Oid type, int len, bool byval, char align)
+{
+	int			lbound = 1;
+
+	return PointerGetDatum(construct_md_array(values, nulls, 1, &n, &lbound,
+											  type, len, byval, align));
+}
+
+/*
+ * Insert the job rows of the events, set-based.  Ids are drawn from the
+ * sequence first, since the marks need them too.
+ */
+static int
+insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now)
+{
+	/* the common case: every job is due now and needs no key */
+	static OutboxPlan simple = {
+		"INSERT INTO outbox.jobs (id, subscription_id, event_seq, due_at, created_at)"
+		" OVERRIDING SYSTEM VALUE"
+		" SELECT u.id, u.sub, u.seq, $4, $4"
+		" FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3))"
+		" AS u(id, sub, seq)",
+		4, {INT8ARRAYOID, INT4ARRAYOID, INT8ARRAYOID, TIMESTAMPTZOID}, NULL
+	};
+	static OutboxPlan full = {
+		"INSERT INTO outbox.jobs (id, subscription_id, event_seq, due_at, created_at, subject_key, filter_pending)"
+		" OVERRIDING SYSTEM VALUE"
+		" SELECT u.id, u.sub, u.seq, u.due, $4, u.key, u.pending"
+		" FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3),"
+		" pg_catalog.unnest($5), pg_catalog.unnest($6), pg_catalog.unnest($7))"
+		" AS u(id, sub, seq, due, key, pending)",
+		7, {INT8ARRAYOID, INT4ARRAYOID, INT8ARRAYOID, TIMESTAMPTZOID,
+		TIMESTAMPTZARRAYOID, INT8ARRAYOID, BOOLARRAYOID}, NULL
+	};
+	Oid			sequence = get_relname_relid("jobs_id_seq",
+											 get_namespace_oid(OUTBOX_SCHEMA, false));
+	Datum	   *columns[6];
+	bool	   *nokey = palloc0(njobs * sizeof(bool));
+	bool	   *nopending = palloc0(njobs * sizeof(bool));
+	bool		plain = true;
+	Datum		values[7];
+	uint64		inserted;
+	int			n = 0;
+	int			i,
+				j;
+
+	for (i = 0; i < 6; i++)
+		columns[i] = palloc(njobs * sizeof(Datum));
+	for (i = 0; i < nevents; i++)
+	{
+		OutboxEvent *event = &events[i];
+
+		for (j = 0; j < event->ntargets; j++)
+		{
+			OutboxTarget *target = &event->targets[j];
+			bool		keyed = (target->sub->ordered || target->sub->coalescing) &&
+				event->subject != NULL;
+
+			if (target->covered_by != NULL)
+				continue;
+			target->job = nextval_internal(sequence, false);
+			columns[0][n] = Int64GetDatum(target->job);
+			columns[1][n] = Int32GetDatum(target->sub->id);
+			columns[2][n] = Int64GetDatum(event->seq);
+			columns[3][n] = TimestampTzGetDatum(Max(target->due_at, now));
+			columns[4][n] = Int64GetDatum(keyed ? outbox_subject_key(event->scope, event->subject) : 0);
+			columns[5][n] = BoolGetDatum(true);
+			nokey[n] = !keyed;
+			nopending[n] = !target->filter_pending;
+			plain &= !keyed && !target->filter_pending && target->due_at <= now;
+			n++;
+		}
+	}
+
+	values[0] = make_array(columns[0], NULL, n, INT8OID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
+	values[1] = make_array(columns[1], NULL, n, INT4OID, 4, true, TYPALIGN_INT);
+	values[2] = make_array(columns[2], NULL, n, INT8OID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
+	values[3] = TimestampTzGetDatum(now);
+	if (plain)
+		inserted = outbox_execute(&simple, values, NULL, SPI_OK_INSERT);
+	else
+	{
+		values[4] = make_array(columns[3], NULL, n, TIMESTAMPTZOID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
+		values[5] = make_array(columns[4], nokey, n, INT8OID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
+		values[6] = make_array(columns[5], nopending, n, BOOLOID, 1, true, TYPALIGN_CHAR);
+		inserted = outbox_execute(&full, values, NULL, SPI_OK_INSERT);
+	}
+	if (inserted != (uint64) n)
+		ereport(ERROR,
+				(errcode(ERRCODE_TRIGGERED_DATA_CHANGE_VIOLATION),
+				 errmsg("only " UINT64_FORMAT " of %d jobs were stored", inserted, n)));
+	return n;
+}
+
+/* fanout of an event: the name of each subscription and the id of its job */
+static Datum
+make_fanout(OutboxEvent *event)
+{
+	JsonbValue	object;
+	int			i;
+
+	object.type = jbvObject;
+	object.val.object.nPairs = event->ntargets;
+	object.val.object.pairs = palloc0(Max(event->ntargets, 1) * sizeof(JsonbPair));
+	for (i = 0; i < event->ntargets; i++)
+	{
+		OutboxTarget *target = &event->targets[i];
+		OutboxTarget *winner = target->covered_by ? target->covered_by : target;
+		JsonbPair  *pair = &object.val.object.pairs[i];
+
+		/* the targets come in the order that jsonb wants of its keys */
+		pair->key.type = jbvString;
+		pair->key.val.string.val = target->sub->name;
+		pair->key.val.string.len = strlen(target->sub->name);
+		pair->value.type = jbvNumeric;
+		pair->value.val.numeric = int64_to_numeric(winner->job);
+	}
+	return PointerGetDatum(JsonbValueToJsonb(&object));
+}
+
+/*
+ * Mark the events as fanned out.  They are held locked, so each tid is still
+ * that of the row that was claimed; the count is checked all the same.
+ */
+static void
+mark_events(OutboxEvent *events, int nevents, TimestampTz now)
+{
+	static OutboxPlan mark = {
+		"UPDATE outbox.events e SET fanned_out_at = $3, fanout = u.fanout, retry_at = NULL"
+		" FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2)) AS u(tid, fanout)"
+		" WHERE e.ctid OPERATOR(pg_catalog.=) u.tid",
+		3, {TIDARRAYOID, JSONBARRAYOID, TIMESTAMPTZOID}, NULL
+	};
+	Datum	   *tids = palloc(nevents * sizeof(Datum));
+	Datum	   *fanouts = palloc(nevents * sizeof(Datum));
+	Datum		values[3];
+	uint64		marked;
+	int			i;
+
+	for (i = 0; i < nevents; i++)
+	{
+		tids[i] = PointerGetDatum(&events[i].tid);
+		fanouts[i] = make_fanout(&events[i]);
+	}
+	values[0] = make_array(tids, NULL, nevents, TIDOID, sizeof(ItemPointerData), false, TYPALIGN_SHORT);
+	values[1] = make_array(fanouts, NULL, nevents, JSONBOID, -1, false, TYPALIGN_INT);
+	values[2] = TimestampTzGetDatum(now);
+	marked = outbox_execute(&mark, values, NULL, SPI_OK_UPDATE);
+	if (marked != (uint64) nevents)
+		ereport(ERROR,
+				(errcode(ERRCODE_TRIGGERED_DATA_CHANGE_VIOLATION),
+				 errmsg("only " UINT64_FORMAT " of %d events were marked", marked, nevents)));
+}
+
+/*
+ * Fan out routed events: their jobs and their marks.  Returns the number of
+ * jobs made.
+ */
+int
+outbox_enqueue(OutboxEvent *events, int nevents)
+{
+	TimestampTz now = GetCurrentTimestamp();
+	int			njobs = 0;
+	int			i,
+				j;
+
+	coalesce(events, nevents);
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+			njobs += (events[i].targets[j].covered_by == NULL);
+	}
+	if (njobs > 0)
+		insert_jobs(events, nevents, njobs, now);
+	mark_events(events, nevents, now);
+	return njobs;
+}
