@@ -27,12 +27,12 @@
 #endif
 
 /* 17: a worker may connect as a role that may not log in */
-#ifndef BGWORKER_BYPASS_ROLELOGINCHECK
+#if PG_VERSION_NUM < 170000
 #define BGWORKER_BYPASS_ROLELOGINCHECK 0
 #endif
 
 /* 19: a worker may be ended by DDL on its database */
-#ifndef BGWORKER_INTERRUPTIBLE
+#if PG_VERSION_NUM < 190000
 #define BGWORKER_INTERRUPTIBLE 0
 #endif
 

@@ -35,6 +35,7 @@
 #define OUTBOX_MAX_RANGES 16	/* hints kept for one database */
 #define OUTBOX_MAX_PREPARED 64	/* prepared transactions whose hint is kept */
 #define OUTBOX_MAX_TELLS 32		/* databases that the launcher is to probe */
+#define OUTBOX_MAX_CLOSED 32	/* databases that DDL is at work on */
 #define OUTBOX_ERROR_LEN 512	/* error text kept in shared memory */
 #define OUTBOX_GIDSIZE 200		/* as GIDSIZE in access/xact.h */
 
@@ -64,6 +65,14 @@ typedef enum OutboxRelayState
 	OUTBOX_RELAY_RESTING		/* not armed, or stopped */
 } OutboxRelayState;
 
+/* How the last relay with a number ended, for the launcher */
+typedef enum OutboxRelayEnd
+{
+	OUTBOX_END_FAILED = 0,		/* by an error, or before it came so far */
+	OUTBOX_END_CLEAN,			/* exit code 0 */
+	OUTBOX_END_ASKED			/* by SIGTERM, or kept from starting by DDL */
+} OutboxRelayEnd;
+
 /*
  * One relay of one database.  Written by that relay alone, except that the
  * launcher frees it; pid and procno under the database's mutex, the counters
@@ -74,6 +83,7 @@ typedef struct OutboxRelay
 	int			pid;			/* 0: no such relay */
 	int			procno;			/* for ProcSendSignal */
 	OutboxRelayState state;
+	OutboxRelayEnd end;
 	int64		passes;
 	int64		events;
 	int64		jobs;
@@ -96,7 +106,6 @@ typedef struct OutboxDatabase
 	slock_t		mutex;
 	Oid			dboid;			/* InvalidOid: free */
 	Oid			extowner;		/* owner of the extension there */
-	bool		closed;			/* DDL on the database: no worker may start */
 
 	/* the doorbell */
 	int			nranges;
@@ -123,17 +132,56 @@ typedef struct OutboxWaiter
 	pg_atomic_uint64 seq;
 } OutboxWaiter;
 
+/* The launcher's short-lived workers; at most one of each kind at a time */
+typedef enum OutboxVisitKind
+{
+	OUTBOX_VISIT_PROBE = 0,		/* is the extension there? */
+	OUTBOX_VISIT_SWEEP			/* one sweep, where no relay is kept */
+} OutboxVisitKind;
+
+#define OUTBOX_VISIT_KINDS 2
+
+typedef enum OutboxVisitOutcome
+{
+	OUTBOX_VISIT_FAILED = 0,
+	OUTBOX_VISIT_REFUSED,		/* kept from starting by DDL */
+	OUTBOX_VISIT_DONE
+} OutboxVisitOutcome;
+
+typedef struct OutboxVisit
+{
+	uint32		number;			/* of the visit the launcher waits for */
+	Oid			dboid;
+	int			pid;			/* of its worker; 0: none runs */
+	OutboxVisitOutcome outcome;
+	bool		present;		/* probe: the extension is there */
+	Oid			extowner;		/* probe: its owner ... */
+	bool		owner_login;	/* ... who may log in */
+} OutboxVisit;
+
+/* A database that a backend runs DDL on: no worker may start there */
+typedef struct OutboxClosed
+{
+	Oid			dboid;
+	int			pid;			/* of that backend; 0: free */
+} OutboxClosed;
+
 typedef struct OutboxShared
 {
-	LWLock	   *lock;			/* slots, prepared, tells */
+	LWLock	   *lock;			/* slots, prepared, visits, closed, relays' pids */
 
 	/* the launcher */
-	slock_t		mutex;			/* protects the following five */
+	slock_t		mutex;			/* protects the following six */
 	int			launcher_pid;
 	int			launcher_procno;
-	bool		probe_all;		/* look at every database again */
+	bool		probe_all;		/* look into every database again */
+	bool		list_again;		/* look at the list of databases again */
 	int			ntells;
 	Oid			tells[OUTBOX_MAX_TELLS];	/* databases to probe */
+
+	OutboxVisit visits[OUTBOX_VISIT_KINDS];
+	OutboxClosed closed[OUTBOX_MAX_CLOSED];
+	bool		prepared_ddl;	/* some prepared transaction made or dropped an extension */
 
 	/* prepared transactions, under lock */
 	bool		prepared_unknown;	/* some may have recorded unknown seqs */
@@ -272,9 +320,14 @@ typedef struct OutboxPattern
 	char		text[FLEXIBLE_ARRAY_MEMBER];	/* without the ! */
 } OutboxPattern;
 
+/* Length in bytes of the character that begins there */
+typedef int (*OutboxCharLength) (const char *text);
+
 extern OutboxPattern *outbox_glob_parse(const char *pattern, int len, const char **error);
-extern bool outbox_glob_match(const OutboxPattern *pattern, const char *text, int len);
-extern bool outbox_glob_match_list(List *patterns, const char *text, int len);
+extern bool outbox_glob_match(const OutboxPattern *pattern, const char *text, int len,
+							  OutboxCharLength char_length);
+extern bool outbox_glob_match_list(List *patterns, const char *text, int len,
+								   OutboxCharLength char_length);
 
 /* route.c */
 extern void outbox_route_events(OutboxEvent *events, int nevents, int64 version);
@@ -315,11 +368,27 @@ extern void outbox_listen_update(void);
 extern bool outbox_listen_heard(void);
 
 /* worker.c */
-extern void outbox_worker_connect(Oid dboid, Oid userid, const char *type);
+
+/* What the launcher hands to a worker, in bgw_extra */
+typedef struct OutboxWorkerArgs
+{
+	Oid			dboid;
+	Oid			userid;			/* whom it works as; InvalidOid: the bootstrap superuser */
+	bool		nologin;		/* who may not log in */
+	int			slot;			/* of the database, in OutboxShared.databases */
+	int			relay;			/* in OutboxDatabase.relays */
+	uint32		visit;			/* OutboxVisit.number */
+} OutboxWorkerArgs;
+
+extern bool outbox_worker_attach(OutboxWorkerArgs *args);
+extern void outbox_worker_arguments(OutboxWorkerArgs *args);
+extern void outbox_worker_signals(void);
+extern void outbox_worker_connect(Oid dboid, Oid userid, bool nologin);
 extern void outbox_worker_pin_settings(void);
 extern void outbox_worker_begin(const char *activity);
 extern void outbox_worker_commit(void);
 extern void outbox_worker_abort(void);
+extern void outbox_worker_idle(void);
 extern void outbox_worker_reload(void);
 extern uint32 outbox_wait_event(const char *name);
 
@@ -329,12 +398,18 @@ extern bool outbox_relay_sweep_once(void);
 
 /* launcher.c */
 extern void outbox_launcher_register(void);
-extern void outbox_launcher_tell(Oid dboid);	/* commit callback: must not raise or allocate */
+extern void outbox_launcher_tell(Oid dboid);	/* these three: must not raise or allocate */
+extern void outbox_launcher_list_again(void);
+extern void outbox_launcher_wake(void);
 extern PGDLLEXPORT void outbox_launcher_main(Datum main_arg);
+
+/* visit.c */
 extern PGDLLEXPORT void outbox_probe_main(Datum main_arg);
+extern PGDLLEXPORT void outbox_sweep_main(Datum main_arg);
 
 /* ddl.c */
 extern void outbox_ddl_init(void);
+extern bool outbox_ddl_closed(Oid dboid);
 extern void outbox_ddl_at_xact_end(bool committed);	/* commit or abort: must not raise or allocate */
 
 /* capture.c */
