@@ -207,7 +207,7 @@ typedef struct OutboxEvent
 	TimestampTz not_before;		/* 0: none */
 	int			tries;
 	int			failures;
-	bool		failed;			/* failed when it was redone alone */
+	TimestampTz retry_at;		/* 0: none */
 
 	/* filled by outbox_route_events */
 	int			ntargets;
@@ -276,6 +276,7 @@ extern void outbox_doorbell_wake(OutboxDatabase *db);
 extern void outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs);
 
 /* record.c */
+extern void outbox_record_poisoned(const OutboxEvent *event, const char *error);
 extern void outbox_check_type(const char *type, int len, bool internal);
 extern int64 outbox_record_event(Datum type, Datum subject, Datum payload, Datum scope,
 								 Datum headers, Datum not_before, const bool *nulls,
@@ -359,6 +360,17 @@ typedef struct OutboxPass
 
 extern void outbox_pass(OutboxPass *pass);
 extern TimestampTz outbox_pass_next_retry(bool *resting);
+extern bool outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version);
+extern void outbox_announce(List *fanned, OutboxEvent *events, int nevents);
+extern int64 outbox_retry_wait_ms(int tries);
+extern ErrorData *outbox_catch_error(MemoryContext context);
+extern char *outbox_error_text(ErrorData *edata);
+extern void outbox_shun(int64 seq);
+extern void outbox_unshun(OutboxDatabase *db);
+
+/* redo.c */
+extern bool outbox_redo_once(OutboxPass *pass);
+extern void outbox_redo_success(void);
 
 /* notify.c */
 extern void outbox_notify_fanned(const int64 *seqs, int nseqs);

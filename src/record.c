@@ -20,6 +20,7 @@
 #include "utils/builtins.h"
 #include "utils/fmgrprotos.h"
 #include "utils/lsyscache.h"
+#include "utils/numeric.h"
 #include "utils/rel.h"
 
 /* Columns of outbox.events; they are never renumbered */
@@ -339,4 +340,59 @@ outbox_record(PG_FUNCTION_ARGS)
 										PG_GETARG_DATUM(2), PG_GETARG_DATUM(3),
 										PG_GETARG_DATUM(4), PG_GETARG_DATUM(5),
 										nulls, false));
+}
+
+/*
+ * Record that an event has been poisoned, as an event of the extension's own
+ * with the scope of the poisoned one, so that a subscription can carry the
+ * alert.  Called by the relay, in the transaction that poisons.
+ */
+void
+outbox_record_poisoned(const OutboxEvent *event, const char *error)
+{
+	bool		nulls[6] = {false, true, false, true, true, true};
+	Datum		subject = (Datum) 0;
+	Datum		scope = (Datum) 0;
+	JsonbValue	object;
+	JsonbPair	pairs[5];
+	/* in the order that jsonb wants: by length, then by bytes */
+	static const char *const keys[] = {"seq", "type", "subject", "failures", "last_error"};
+	int			i;
+
+	memset(pairs, 0, sizeof(pairs));
+	for (i = 0; i < 5; i++)
+	{
+		pairs[i].key.type = jbvString;
+		pairs[i].key.val.string.val = unconstify(char *, keys[i]);
+		pairs[i].key.val.string.len = strlen(keys[i]);
+		pairs[i].value.type = jbvString;
+	}
+	pairs[0].value.type = jbvNumeric;
+	pairs[0].value.val.numeric = int64_to_numeric(event->seq);
+	pairs[1].value.val.string.val = event->type;
+	pairs[1].value.val.string.len = strlen(event->type);
+	if (event->subject == NULL)
+		pairs[2].value.type = jbvNull;
+	else
+	{
+		pairs[2].value.val.string.val = event->subject;
+		pairs[2].value.val.string.len = strlen(event->subject);
+		subject = CStringGetTextDatum(event->subject);
+		nulls[1] = false;
+	}
+	pairs[3].value.type = jbvNumeric;
+	pairs[3].value.val.numeric = int64_to_numeric(event->failures);
+	pairs[4].value.val.string.val = unconstify(char *, error);
+	pairs[4].value.val.string.len = strlen(error);
+	object.type = jbvObject;
+	object.val.object.nPairs = 5;
+	object.val.object.pairs = pairs;
+	if (event->scope != NULL)
+	{
+		scope = CStringGetTextDatum(event->scope);
+		nulls[3] = false;
+	}
+	outbox_record_event(CStringGetTextDatum("outbox.event.poisoned"), subject,
+						PointerGetDatum(JsonbValueToJsonb(&object)), scope,
+						(Datum) 0, (Datum) 0, nulls, true);
 }

@@ -1,0 +1,472 @@
+/*-------------------------------------------------------------------------
+ *
+ * pass.c
+ *		One pass: claim, route, coalesce, enqueue, mark, in one transaction.
+ *
+ * When it fails it is rolled back and redone in parts, which is redo.c.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "outbox.h"
+
+#include "access/genam.h"
+#include "catalog/namespace.h"
+#include "catalog/pg_extension.h"
+#include "catalog/pg_type.h"
+#include "commands/extension.h"
+#include "miscadmin.h"
+#include "storage/lmgr.h"
+#include "storage/proc.h"
+#include "utils/array.h"
+#include "utils/builtins.h"
+#include "utils/guc.h"
+#include "utils/memutils.h"
+#include "utils/timestamp.h"
+
+/* Bytes of an error text that are stored with an event */
+#define MAX_STORED_ERROR 2000
+
+/* Jobs made by one pass, unless a single event has more */
+#define MAX_JOBS 20000
+
+/*
+ * Events whose failure could not even be written down, with the time until
+ * which they are left alone.  In this process's memory: after a restart they
+ * are tried again.
+ */
+#define MAX_SHUNNED 256
+static struct
+{
+	int64		seq;
+	int			tries;
+	TimestampTz until;			/* 0: posted again, not tried yet */
+}			shunned[MAX_SHUNNED];
+static int	nshunned = 0;
+
+/* Wait before try number tries, in milliseconds: doubling, without overflow */
+int64
+outbox_retry_wait_ms(int tries)
+{
+	int64		wait = outbox_relay_retry_min;
+	int64		max = Max(outbox_relay_retry_max, outbox_relay_retry_min);
+
+	while (--tries > 0 && wait < max)
+		wait *= 2;
+	return Min(wait, max);
+}
+
+/*
+ * Is an error one that every event would meet, so that redoing them one by one
+ * is of no use?
+ */
+static bool
+hopeless(int sqlstate)
+{
+	switch (ERRCODE_TO_CATEGORY(sqlstate))
+	{
+		case MAKE_SQLSTATE('2', '5', '0', '0', '0'):	/* read-only, ... */
+		case MAKE_SQLSTATE('5', '7', '0', '0', '0'):	/* operator intervention */
+		case MAKE_SQLSTATE('5', '8', '0', '0', '0'):	/* I/O error */
+			return true;
+	}
+	return sqlstate == ERRCODE_LOCK_NOT_AVAILABLE;
+}
+
+/* Text of an error as it is stored, in the current memory context */
+char *
+outbox_error_text(ErrorData *edata)
+{
+	char	   *text;
+
+	if (edata->detail)
+		text = psprintf("%s: %s\nDETAIL: %s", unpack_sql_state(edata->sqlerrcode),
+						edata->message ? edata->message : "", edata->detail);
+	else
+		text = psprintf("%s: %s", unpack_sql_state(edata->sqlerrcode),
+						edata->message ? edata->message : "");
+	return outbox_clip(text, MAX_STORED_ERROR);
+}
+
+/*
+ * Take the lock on the extension that every pass takes first, so that DROP and
+ * ALTER EXTENSION have one lock order with it.  False when the extension that
+ * this process works for has gone.
+ */
+static bool
+lock_extension(void)
+{
+	static Oid	extension = InvalidOid;
+	static Oid	namespace = InvalidOid;
+
+	if (!OidIsValid(extension))
+	{
+		extension = get_extension_oid(OUTBOX_EXTENSION, true);
+		namespace = get_namespace_oid(OUTBOX_SCHEMA, true);
+		if (!OidIsValid(extension) || !OidIsValid(namespace))
+			return false;
+	}
+	LockDatabaseObject(ExtensionRelationId, extension, 0, AccessShareLock);
+
+	/* the schema comes and goes with the extension, and is cached */
+	return get_namespace_oid(OUTBOX_SCHEMA, true) == namespace;
+}
+
+/* Seqs that are shunned now, as a parameter; those whose time has come leave. */
+static Datum
+shunned_array(TimestampTz now)
+{
+	Datum		values[MAX_SHUNNED];
+	int			n = 0;
+	int			i;
+
+	for (i = 0; i < nshunned; i++)
+	{
+		if (shunned[i].until > now)
+			values[n++] = Int64GetDatum(shunned[i].seq);
+	}
+	return PointerGetDatum(construct_array(values, n, INT8OID, 8,
+										   FLOAT8PASSBYVAL, TYPALIGN_DOUBLE));
+}
+
+/*
+ * Leave an event alone for a while, although that cannot be written down.
+ * When there is no room, the one whose time comes first makes some.
+ */
+void
+outbox_shun(int64 seq)
+{
+	int			first = 0;
+	int			i;
+
+	for (i = 0; i < nshunned && shunned[i].seq != seq; i++)
+	{
+		if (shunned[i].until < shunned[first].until)
+			first = i;
+	}
+	if (i == MAX_SHUNNED)
+		i = first;
+	else if (i == nshunned)
+		nshunned++;
+	if (shunned[i].seq != seq)
+		shunned[i].tries = 0;
+	shunned[i].seq = seq;
+	shunned[i].tries = Min(shunned[i].tries + 1, PG_INT16_MAX);
+	shunned[i].until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
+												   outbox_retry_wait_ms(shunned[i].tries));
+}
+
+/* Post the events again that have been left alone long enough. */
+void
+outbox_unshun(OutboxDatabase *db)
+{
+	TimestampTz now = GetCurrentTimestamp();
+	int			i;
+
+	for (i = 0; i < nshunned; i++)
+	{
+		if (shunned[i].until != 0 && shunned[i].until <= now)
+		{
+			shunned[i].until = 0;
+			outbox_doorbell_post(db, shunned[i].seq, shunned[i].seq);
+		}
+	}
+}
+
+/*
+ * Claim rows, in the current memory context, and read in the same statement,
+ * so in the same snapshot, the version of the set of subscriptions.  An
+ * unarmed or stopped database has none.
+ *
+ * Small columns only: an event whose payload cannot be read must not fail the
+ * claim.
+ */
+static OutboxEvent *
+claim(OutboxPass *pass, int64 *version)
+{
+#define CLAIM_COLUMNS \
+		"SELECT e.ctid, e.seq, e.type, e.subject, e.scope, e.not_before, e.tries, e.failures, e.retry_at," \
+		" (SELECT r.version FROM outbox.routing r)" \
+		" FROM outbox.events e" \
+		" WHERE e.fanned_out_at IS NULL AND e.poisoned_at IS NULL" \
+		" AND (SELECT true FROM outbox.armed a" \
+		" WHERE a.database OPERATOR(pg_catalog.=) $1 AND a.stopped_at IS NULL)" \
+		" AND e.seq OPERATOR(pg_catalog.<>) ALL ($2)"
+	static OutboxPlan fresh = {
+		CLAIM_COLUMNS
+		" AND e.seq OPERATOR(pg_catalog.>=) $5 AND e.seq OPERATOR(pg_catalog.<=) $6"
+		/* a time too far in the future is due to a clock that was set back */
+		" AND (e.retry_at IS NULL OR e.retry_at OPERATOR(pg_catalog.<=) $3"
+		" OR e.retry_at OPERATOR(pg_catalog.>) $7)"
+		" ORDER BY e.seq LIMIT $4 FOR NO KEY UPDATE OF e SKIP LOCKED",
+		7, {OIDOID, INT8ARRAYOID, TIMESTAMPTZOID, INT8OID, INT8OID, INT8OID, TIMESTAMPTZOID}, NULL
+	};
+	static OutboxPlan due = {
+		CLAIM_COLUMNS
+		" AND e.retry_at IS NOT NULL AND e.retry_at OPERATOR(pg_catalog.<=) $3"
+		" ORDER BY e.retry_at LIMIT $4 FOR NO KEY UPDATE OF e SKIP LOCKED",
+		4, {OIDOID, INT8ARRAYOID, TIMESTAMPTZOID, INT8OID}, NULL
+	};
+	TimestampTz now = GetCurrentTimestamp();
+	Datum		values[7];
+	OutboxEvent *events;
+	bool		isnull;
+	int			n;
+	int			i;
+
+	values[0] = ObjectIdGetDatum(MyDatabaseId);
+	values[1] = shunned_array(now);
+	values[2] = TimestampTzGetDatum(now);
+	values[3] = Int64GetDatum(outbox_batch_size);
+	values[4] = Int64GetDatum(pass->range.low);
+	values[5] = Int64GetDatum(pass->range.high);
+	values[6] = TimestampTzGetDatum(TimestampTzPlusMilliseconds(now,
+																2 * outbox_retry_wait_ms(PG_INT16_MAX)));
+	n = (int) outbox_execute(pass->retry ? &due : &fresh, values, NULL, SPI_OK_SELECT);
+
+	pass->claimed = n;
+	pass->full = (n == outbox_batch_size);
+	if (n == 0)
+		return NULL;
+	events = palloc0(n * sizeof(OutboxEvent));
+	for (i = 0; i < n; i++)
+	{
+		OutboxEvent *event = &events[i];
+		Datum		value;
+
+		event->tid = *(ItemPointer) DatumGetPointer(outbox_spi_value(i, 1, &isnull));
+		event->seq = DatumGetInt64(outbox_spi_value(i, 2, &isnull));
+		event->type = outbox_spi_string(i, 3);
+		event->subject = outbox_spi_string(i, 4);
+		event->scope = outbox_spi_string(i, 5);
+		value = outbox_spi_value(i, 6, &isnull);
+		event->not_before = isnull ? 0 : DatumGetTimestampTz(value);
+		event->tries = DatumGetInt16(outbox_spi_value(i, 7, &isnull));
+		event->failures = DatumGetInt16(outbox_spi_value(i, 8, &isnull));
+		value = outbox_spi_value(i, 9, &isnull);
+		event->retry_at = isnull ? 0 : DatumGetTimestampTz(value);
+		pass->last = Max(pass->last, event->seq);
+	}
+	*version = DatumGetInt64(outbox_spi_value(0, 10, &isnull));
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
+				 errmsg("outbox.routing has no row")));
+	SPI_freetuptable(SPI_tuptable);
+	return events;
+}
+
+/*
+ * Begin a pass's transaction and claim.  False when there is nothing to do;
+ * the transaction is open in either case.
+ *
+ * What a full claim leaves is posted at once, so that another relay may take
+ * it now.
+ */
+bool
+outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version)
+{
+	MemoryContext context = CurrentMemoryContext;
+
+	outbox_worker_begin("fanning out events");
+	MemoryContextSwitchTo(context);
+	if (!outbox_synchronous_pass)
+		(void) set_config_option("synchronous_commit", "off", PGC_USERSET, PGC_S_SESSION,
+								 GUC_ACTION_LOCAL, true, 0, false);
+	if (!lock_extension())
+	{
+		pass->gone = true;
+		return false;
+	}
+	pass->last = OUTBOX_SEQ_MIN;
+	*events = claim(pass, version);
+	if (pass->full && !pass->retry && pass->db != NULL && pass->last < pass->range.high)
+	{
+		outbox_doorbell_post(pass->db, pass->last + 1, pass->range.high);
+		pass->range.high = pass->last;
+	}
+	return pass->claimed > 0;
+}
+
+/*
+ * How many of the claimed events fit into one pass: at least one.  The rest
+ * stays unmarked and is posted again.
+ */
+static int
+within_job_limit(OutboxPass *pass, OutboxEvent *events)
+{
+	int64		jobs = 0;
+	int			i;
+
+	for (i = 0; i < pass->claimed; i++)
+	{
+		jobs += events[i].ntargets;
+		if (jobs > MAX_JOBS && i > 0)
+		{
+			if (pass->db != NULL)
+				outbox_doorbell_post(pass->db,
+									 pass->retry ? OUTBOX_SEQ_MIN : events[i].seq,
+									 pass->retry ? OUTBOX_SEQ_MAX : pass->last);
+			else
+				pass->last = events[i - 1].seq;
+			pass->full = true;
+			return i;
+		}
+	}
+	return pass->claimed;
+}
+
+/* Tell those who wait, and everybody who listens, what has been fanned out. */
+void
+outbox_announce(List *fanned, OutboxEvent *events, int nevents)
+{
+	int			n = fanned ? list_length(fanned) : nevents;
+	int64	   *seqs;
+	int			i;
+
+	if (n == 0)
+		return;
+	seqs = palloc(n * sizeof(int64));
+	for (i = 0; i < n; i++)
+		seqs[i] = fanned ? ((OutboxEvent *) list_nth(fanned, i))->seq : events[i].seq;
+	outbox_await_wake(MyDatabaseId, seqs, n);
+	outbox_notify_fanned(seqs, n);
+}
+
+/* Copy the error under way, and be in the given memory context again. */
+ErrorData *
+outbox_catch_error(MemoryContext context)
+{
+	ErrorData  *edata;
+
+	MemoryContextSwitchTo(context);
+	edata = CopyErrorData();
+	FlushErrorState();
+	return edata;
+}
+
+/*
+ * Run one pass, and redo it in parts when it fails.  Raises nothing but what
+ * ends the process: other errors are reported in *pass, and what was claimed
+ * and not finished is unmarked still.
+ *
+ * Memory is allocated in the current context, which the caller resets.
+ */
+void
+outbox_pass(OutboxPass *pass)
+{
+	MemoryContext context = CurrentMemoryContext;
+	OutboxEvent *events = NULL;
+	OutboxRange range = pass->range;
+	ErrorData  *edata = NULL;
+	volatile int nfanned = 0;
+	volatile int njobs = 0;
+
+	PG_TRY();
+	{
+		int64		version;
+
+		if (outbox_begin_and_claim(pass, &events, &version))
+		{
+			outbox_route_events(events, pass->claimed, version);
+			nfanned = within_job_limit(pass, events);
+			njobs = outbox_enqueue(events, nfanned);
+		}
+		outbox_worker_commit();
+	}
+	PG_CATCH();
+	{
+		edata = outbox_catch_error(context);
+		outbox_worker_abort();
+		MemoryContextSwitchTo(context);
+	}
+	PG_END_TRY();
+	if (edata == NULL)
+	{
+		pass->fanned = nfanned;
+		pass->jobs = njobs;
+		if (njobs > 0)
+			outbox_redo_success();
+		outbox_announce(NIL, events, nfanned);
+		return;
+	}
+
+	pass->error = outbox_error_text(edata);
+	ereport(LOG,
+			(errcode(edata->sqlerrcode),
+			 errmsg("outbox relay failed to fan out %d events: %s",
+					pass->claimed, edata->message ? edata->message : ""),
+			 hopeless(edata->sqlerrcode) ? 0 :
+			 errdetail("They are redone in parts.")));
+	if (hopeless(edata->sqlerrcode) || pass->claimed == 0)
+	{
+		/* a claim that failed has posted nothing, so all of it is to be redone */
+		if (pass->claimed == 0)
+			pass->range = range;
+		pass->trouble = true;
+		return;
+	}
+	PG_TRY();
+	{
+		while (outbox_redo_once(pass))
+			CHECK_FOR_INTERRUPTS();
+	}
+	PG_CATCH();
+	{
+		edata = outbox_catch_error(context);
+		outbox_worker_abort();
+		MemoryContextSwitchTo(context);
+		pass->error = outbox_error_text(edata);
+		pass->trouble = true;
+		ereport(LOG,
+				(errcode(edata->sqlerrcode),
+				 errmsg("outbox relay failed to redo events: %s",
+						edata->message ? edata->message : "")));
+	}
+	PG_END_TRY();
+}
+
+/*
+ * When is the next event to be retried?  0: none waits.  In a transaction of
+ * its own.  A time far in the future comes from a clock that was set back: no
+ * event waits longer than the longest wait from now.
+ */
+TimestampTz
+outbox_pass_next_retry(bool *resting)
+{
+	static OutboxPlan next = {
+		"SELECT (SELECT e.retry_at FROM outbox.events e"
+		" WHERE e.retry_at IS NOT NULL AND e.fanned_out_at IS NULL AND e.poisoned_at IS NULL"
+		" ORDER BY e.retry_at LIMIT 1),"
+		" EXISTS (SELECT FROM outbox.armed a"
+		" WHERE a.database OPERATOR(pg_catalog.=) $1 AND a.stopped_at IS NULL)",
+		1, {OIDOID}, NULL
+	};
+	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz result = 0;
+	Datum		values[1];
+	Datum		value;
+	bool		isnull;
+	int			i;
+
+	*resting = true;
+	outbox_worker_begin("looking for events that wait for a retry");
+	if (lock_extension())
+	{
+		values[0] = ObjectIdGetDatum(MyDatabaseId);
+		outbox_execute(&next, values, NULL, SPI_OK_SELECT);
+		value = outbox_spi_value(0, 1, &isnull);
+		if (!isnull)
+			result = Min(DatumGetTimestampTz(value),
+						 TimestampTzPlusMilliseconds(now, outbox_retry_wait_ms(PG_INT16_MAX)));
+		*resting = !DatumGetBool(outbox_spi_value(0, 2, &isnull));
+	}
+	outbox_worker_commit();
+
+	for (i = 0; i < nshunned; i++)
+	{
+		if (shunned[i].until == 0)
+			continue;
+		result = (result == 0) ? shunned[i].until : Min(result, shunned[i].until);
+	}
+	return result;
+}

@@ -1,0 +1,449 @@
+/*-------------------------------------------------------------------------
+ *
+ * redo.c
+ *		What is done when a pass fails.
+ *
+ * The pass is redone at once by halves, each in a subtransaction of its own,
+ * down to the event that fails alone.  That event waits, and is poisoned when
+ * it has failed often enough; the events around it are fanned out in the same
+ * pass.
+ *
+ * Which errors are charged to an event is promise P5: those raised while it
+ * was redone alone, of a class that data can cause, unless every event of the
+ * redo failed.  Everything else is trouble of the server: the event waits but
+ * is never poisoned for it.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "outbox.h"
+
+#include "catalog/pg_type.h"
+#include "miscadmin.h"
+#include "utils/array.h"
+#include "utils/builtins.h"
+#include "utils/memutils.h"
+#include "utils/resowner.h"
+#include "utils/timestamp.h"
+
+/*
+ * Writing subtransactions in one transaction.  More than 64 overflow the
+ * cache of subtransaction ids, which slows every snapshot of the cluster.
+ */
+#define MAX_SUBXACTS 32
+
+/* Server trouble alone, this many events in a row: leave the rest in peace */
+#define MAX_TROUBLE 8
+
+/* An event that waits uncharged for so long is reported once */
+#define UNCHARGED_WARNING_MS (10 * 60 * 1000)
+
+/* Poisonings of one pass that are reported one by one */
+#define MAX_POISON_WARNINGS 10
+
+/* An event that failed when it was redone alone */
+typedef struct Failure
+{
+	OutboxEvent *event;
+	int			sqlstate;
+	char	   *message;
+	bool		charged;
+	bool		poisoned;
+	bool		warn_uncharged;
+} Failure;
+
+/* State of a redo */
+typedef struct Redo
+{
+	OutboxPass *pass;
+	int64		version;
+	int			nsubxacts;		/* that wrote, in this transaction */
+	bool		cut;			/* out of subtransactions: claim again */
+	List	   *failures;		/* Failure * */
+	List	   *fanned;			/* OutboxEvent *, in order */
+	int64		jobs;
+} Redo;
+
+/* When this relay last made a job: the server can do its part */
+static TimestampTz last_success = 0;
+
+/* An event with jobs has been fanned out. */
+void
+outbox_redo_success(void)
+{
+	last_success = GetCurrentTimestamp();
+}
+
+/* Is an error one that the data of an event can cause? */
+static bool
+chargeable(int sqlstate)
+{
+	switch (ERRCODE_TO_CATEGORY(sqlstate))
+	{
+		case MAKE_SQLSTATE('2', '2', '0', '0', '0'):
+			/* no more ids: nobody's fault */
+			return sqlstate != ERRCODE_SEQUENCE_GENERATOR_LIMIT_EXCEEDED;
+		case MAKE_SQLSTATE('2', '1', '0', '0', '0'):
+		case MAKE_SQLSTATE('2', '3', '0', '0', '0'):
+		case MAKE_SQLSTATE('3', '8', '0', '0', '0'):
+		case MAKE_SQLSTATE('3', '9', '0', '0', '0'):
+		case MAKE_SQLSTATE('P', '0', '0', '0', '0'):
+			return true;
+	}
+	return sqlstate == ERRCODE_DATA_CORRUPTED;
+}
+
+/*
+ * Route and fan out some of the claimed events in a subtransaction.  Returns
+ * null, or the error for which it was rolled back.
+ */
+static ErrorData *
+try_part(Redo *redo, OutboxEvent *events, int n)
+{
+	MemoryContext context = CurrentMemoryContext;
+	ResourceOwner owner = CurrentResourceOwner;
+	ErrorData  *edata = NULL;
+	int			jobs = 0;
+	int			i;
+
+	redo->nsubxacts++;
+	BeginInternalSubTransaction(NULL);
+	MemoryContextSwitchTo(context);
+	PG_TRY();
+	{
+		outbox_route_events(events, n, redo->version);
+		jobs = outbox_enqueue(events, n);
+		ReleaseCurrentSubTransaction();
+	}
+	PG_CATCH();
+	{
+		edata = outbox_catch_error(context);
+		RollbackAndReleaseCurrentSubTransaction();
+	}
+	PG_END_TRY();
+	MemoryContextSwitchTo(context);
+	CurrentResourceOwner = owner;
+
+	if (edata == NULL)
+	{
+		redo->jobs += jobs;
+		for (i = 0; i < n; i++)
+			redo->fanned = lappend(redo->fanned, &events[i]);
+	}
+	return edata;
+}
+
+/* Are there enough failures to think that the server is in trouble? */
+static bool
+in_trouble(Redo *redo)
+{
+	ListCell   *lc;
+
+	if (redo->fanned != NIL || list_length(redo->failures) < MAX_TROUBLE)
+		return false;
+	foreach(lc, redo->failures)
+	{
+		if (chargeable(((Failure *) lfirst(lc))->sqlstate))
+			return false;
+	}
+	return true;
+}
+
+/*
+ * Redo events by halves.  tried: they have failed together already.
+ */
+static void
+redo_part(Redo *redo, OutboxEvent *events, int n, bool tried)
+{
+	if (redo->cut || in_trouble(redo))
+		return;
+	if (!tried || n == 1)
+	{
+		ErrorData  *edata;
+
+		if (redo->nsubxacts >= MAX_SUBXACTS)
+		{
+			redo->cut = true;
+			return;
+		}
+		edata = try_part(redo, events, n);
+		if (edata == NULL)
+			return;
+		if (n == 1)
+		{
+			Failure    *failure = palloc0(sizeof(Failure));
+
+			failure->event = events;
+			failure->sqlstate = edata->sqlerrcode;
+			failure->message = outbox_error_text(edata);
+			redo->failures = lappend(redo->failures, failure);
+			return;
+		}
+	}
+	redo_part(redo, events, n / 2, false);
+	redo_part(redo, events + n / 2, n - n / 2, false);
+}
+
+/*
+ * Is a failure the event's own fault?  Not when every event of a redo of two or
+ * more failed, since then the server may be unable to fan out anything.  Unless
+ * there is proof to the contrary: the event has been charged before, beside
+ * others that went, or jobs were made since it was tried last.  Without this
+ * two bad events that are retried at the same time would wait for ever.
+ */
+static bool
+at_fault(Redo *redo, Failure *failure)
+{
+	OutboxEvent *event = failure->event;
+
+	if (!chargeable(failure->sqlstate))
+		return false;
+	if (redo->fanned != NIL || list_length(redo->failures) == 1)
+		return true;
+	return event->failures > 0 ||
+		(event->tries > 0 && last_success >
+		 TimestampTzPlusMilliseconds(event->retry_at, -outbox_retry_wait_ms(event->tries)));
+}
+
+/*
+ * Decide, for each event that failed alone, whether it is charged, how long it
+ * waits, and whether it is poisoned.
+ */
+static void
+judge(Redo *redo)
+{
+	ListCell   *lc;
+
+	/* all of them first: the verdict looks at the counters as they were */
+	foreach(lc, redo->failures)
+	{
+		Failure    *failure = lfirst(lc);
+
+		failure->charged = at_fault(redo, failure);
+	}
+	foreach(lc, redo->failures)
+	{
+		Failure    *failure = lfirst(lc);
+		OutboxEvent *event = failure->event;
+
+		event->tries = Min(event->tries + 1, PG_INT16_MAX);
+		if (failure->charged)
+		{
+			event->failures = Min(event->failures + 1, PG_INT16_MAX);
+			failure->poisoned = (event->failures >= outbox_poison_after);
+		}
+		else
+		{
+			/* has its wait passed the mark with this failure? */
+			int64		before = 0;
+			int			i;
+
+			for (i = 1; i < event->tries && before < UNCHARGED_WARNING_MS; i++)
+				before += outbox_retry_wait_ms(i);
+			failure->warn_uncharged = before < UNCHARGED_WARNING_MS &&
+				before + outbox_retry_wait_ms(event->tries) >= UNCHARGED_WARNING_MS;
+		}
+	}
+}
+
+/* Write down the failures from number first on, n of them, set-based. */
+static void
+write_failures(List *failures, int first, int n, TimestampTz now)
+{
+	static OutboxPlan write = {
+		"UPDATE outbox.events e SET tries = u.tries, failures = u.failures,"
+		" last_error = u.error, retry_at = u.retry_at, poisoned_at = u.poisoned_at"
+		" FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3),"
+		" pg_catalog.unnest($4), pg_catalog.unnest($5), pg_catalog.unnest($6))"
+		" AS u(tid, tries, failures, error, retry_at, poisoned_at)"
+		" WHERE e.ctid OPERATOR(pg_catalog.=) u.tid",
+		6, {TIDARRAYOID, INT2ARRAYOID, INT2ARRAYOID, TEXTARRAYOID,
+		TIMESTAMPTZARRAYOID, TIMESTAMPTZARRAYOID}, NULL
+	};
+	Datum	   *columns[6];
+	bool	   *noretry = palloc0(n * sizeof(bool));
+	bool	   *nopoison = palloc0(n * sizeof(bool));
+	int			lbound = 1;
+	Datum		values[6];
+	int			i;
+
+	for (i = 0; i < 6; i++)
+		columns[i] = palloc(n * sizeof(Datum));
+	for (i = 0; i < n; i++)
+	{
+		Failure    *failure = list_nth(failures, first + i);
+		OutboxEvent *event = failure->event;
+
+		columns[0][i] = PointerGetDatum(&event->tid);
+		columns[1][i] = Int16GetDatum(event->tries);
+		columns[2][i] = Int16GetDatum(event->failures);
+		columns[3][i] = CStringGetTextDatum(failure->message);
+		columns[4][i] = TimestampTzGetDatum(TimestampTzPlusMilliseconds(now,
+																		 outbox_retry_wait_ms(event->tries)));
+		columns[5][i] = TimestampTzGetDatum(now);
+		noretry[i] = failure->poisoned;
+		nopoison[i] = !failure->poisoned;
+	}
+	values[0] = PointerGetDatum(construct_array(columns[0], n, TIDOID, sizeof(ItemPointerData), false, TYPALIGN_SHORT));
+	values[1] = PointerGetDatum(construct_array(columns[1], n, INT2OID, 2, true, TYPALIGN_SHORT));
+	values[2] = PointerGetDatum(construct_array(columns[2], n, INT2OID, 2, true, TYPALIGN_SHORT));
+	values[3] = PointerGetDatum(construct_array(columns[3], n, TEXTOID, -1, false, TYPALIGN_INT));
+	values[4] = PointerGetDatum(construct_md_array(columns[4], noretry, 1, &n, &lbound,
+												   TIMESTAMPTZOID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE));
+	values[5] = PointerGetDatum(construct_md_array(columns[5], nopoison, 1, &n, &lbound,
+												   TIMESTAMPTZOID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE));
+	if (outbox_execute(&write, values, NULL, SPI_OK_UPDATE) != (uint64) n)
+		elog(ERROR, "failures of events could not be written down");
+
+	for (i = 0; i < n; i++)
+	{
+		Failure    *failure = list_nth(failures, first + i);
+
+		if (failure->poisoned && strncmp(failure->event->type, "outbox.", 7) != 0)
+			outbox_record_poisoned(failure->event, failure->message);
+	}
+}
+
+/* As write_failures, in a subtransaction; false when it was rolled back. */
+static bool
+try_write_failures(List *failures, int first, int n, TimestampTz now)
+{
+	MemoryContext context = CurrentMemoryContext;
+	ResourceOwner owner = CurrentResourceOwner;
+	volatile bool ok = true;
+
+	BeginInternalSubTransaction(NULL);
+	MemoryContextSwitchTo(context);
+	PG_TRY();
+	{
+		write_failures(failures, first, n, now);
+		ReleaseCurrentSubTransaction();
+	}
+	PG_CATCH();
+	{
+		ErrorData  *edata = outbox_catch_error(context);
+
+		RollbackAndReleaseCurrentSubTransaction();
+		ereport(LOG,
+				(errcode(edata->sqlerrcode),
+				 errmsg("outbox relay could not write down the failure of an event: %s",
+						edata->message)));
+		ok = false;
+	}
+	PG_END_TRY();
+	MemoryContextSwitchTo(context);
+	CurrentResourceOwner = owner;
+	return ok;
+}
+
+/*
+ * Write down what failed: all at once, or one by one when that fails.  An
+ * event of which not even that can be written is left alone for a while, so
+ * that it blocks nobody.  Returns how many were written.
+ */
+static int
+record_failures(Redo *redo)
+{
+	TimestampTz now = GetCurrentTimestamp();
+	int			n = list_length(redo->failures);
+	int			written = 0;
+	int			i;
+
+	if (n == 0)
+		return 0;
+	if (try_write_failures(redo->failures, 0, n, now))
+		return n;
+	for (i = n - 1; i >= 0; i--)
+	{
+		Failure    *failure = list_nth(redo->failures, i);
+
+		if (n > 1 && try_write_failures(redo->failures, i, 1, now))
+			written++;
+		else
+		{
+			outbox_shun(failure->event->seq);
+			redo->failures = list_delete_nth_cell(redo->failures, i);
+		}
+	}
+	return written;
+}
+
+/* Say what was poisoned, or waits for long, after the commit. */
+static void
+report_failures(Redo *redo)
+{
+	int			npoisoned = 0;
+	ListCell   *lc;
+
+	foreach(lc, redo->failures)
+	{
+		Failure    *failure = lfirst(lc);
+		OutboxEvent *event = failure->event;
+
+		if (failure->poisoned)
+		{
+			if (++npoisoned <= MAX_POISON_WARNINGS)
+				ereport(WARNING,
+						(errcode(ERRCODE_WARNING),
+						 errmsg("outbox event " INT64_FORMAT " is poisoned after %d failures",
+								event->seq, event->failures),
+						 errdetail_log("%s", failure->message),
+						 errhint("Mend the cause, then call outbox.requeue(" INT64_FORMAT ").",
+								 event->seq)));
+			outbox_await_wake(MyDatabaseId, &event->seq, 1);
+			if (strncmp(event->type, "outbox.", 7) != 0)
+				outbox_notify_poisoned(event, failure->sqlstate);
+		}
+		else if (failure->warn_uncharged)
+			ereport(WARNING,
+					(errcode(ERRCODE_WARNING),
+					 errmsg("outbox event " INT64_FORMAT " has not been fanned out for a long time",
+							event->seq),
+					 errdetail_log("%s", failure->message)));
+	}
+	if (npoisoned > MAX_POISON_WARNINGS)
+		ereport(WARNING,
+				(errcode(ERRCODE_WARNING),
+				 errmsg("%d more outbox events are poisoned",
+						npoisoned - MAX_POISON_WARNINGS)));
+}
+
+/*
+ * One transaction of a redo.  Returns true when it ran out of subtransactions
+ * and there is more to redo.
+ */
+bool
+outbox_redo_once(OutboxPass *pass)
+{
+	Redo		redo = {0};
+	OutboxEvent *events = NULL;
+	Failure    *failure;
+
+	redo.pass = pass;
+	if (!outbox_begin_and_claim(pass, &events, &redo.version))
+	{
+		outbox_worker_commit();
+		return false;
+	}
+	redo_part(&redo, events, pass->claimed, pass->claimed > 1);
+	judge(&redo);
+	pass->trouble = in_trouble(&redo);
+	failure = redo.failures ? linitial(redo.failures) : NULL;
+	pass->failures += list_length(redo.failures);
+	if (redo.failures != NIL && record_failures(&redo) == 0 && redo.fanned == NIL)
+		pass->trouble = true;
+	if (redo.failures != NIL)
+		pass->retry_set = true;
+	outbox_worker_commit();
+
+	if (failure != NULL)
+		pass->error = pstrdup(failure->message);
+	pass->fanned += list_length(redo.fanned);
+	pass->jobs += redo.jobs;
+	if (redo.jobs > 0)
+		outbox_redo_success();
+	if (redo.fanned != NIL)
+		outbox_announce(redo.fanned, NULL, 0);
+	report_failures(&redo);
+	return redo.cut && !pass->trouble;
+}
+
