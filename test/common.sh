@@ -21,13 +21,18 @@ as_root() {
 }
 
 # Run a command as the user that tests run as.  PostgreSQL refuses root, so
-# root becomes "postgres"; anybody else stays who they are.
+# root becomes "postgres" (or "nobody", with a server that Debian's packages did
+# not bring); anybody else stays who they are.
 as_tester() {
 	if [ "$(id -u)" -eq 0 ]; then
-		runuser -u postgres -- "$@"
+		runuser -u "$(tester)" -- "$@"
 	else
 		"$@"
 	fi
+}
+
+tester() {
+	id -un postgres 2>/dev/null || echo nobody
 }
 
 package_installed() {
@@ -132,5 +137,5 @@ make_scratch() {
 	export HOME=$scratch
 	copy_tree "$scratch/outbox"
 	private_server "$PG_CONFIG" "$scratch/server"
-	[ "$(id -u)" -ne 0 ] || chown -R postgres "$scratch"
+	[ "$(id -u)" -ne 0 ] || chown -R "$(tester)" "$scratch"
 }

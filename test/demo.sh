@@ -48,7 +48,7 @@ find_server
 make_scratch outbox-demo
 bin=$("$PG_CONFIG" --bindir)
 as=()
-[ "$(id -u)" -ne 0 ] || as=(runuser -u postgres --)
+[ "$(id -u)" -ne 0 ] || as=(runuser -u "$(tester)" --)
 
 as_tester make -s -C "$scratch/outbox" -j "$(nproc)" PG_CONFIG="$PG_CONFIG" with_llvm=no \
 	all install >"$scratch/build.log" 2>&1 || {

@@ -3,13 +3,16 @@
 # Build and test against several major versions of PostgreSQL.
 #
 #	test/matrix.sh [VERSION ...]		default: 15 17 18 19
-#	test/matrix.sh --make [VERSION ...]	only make what the versions need
+#	test/matrix.sh --make [VERSION ...]	only make what these need
 #
 # Needs Debian 12, root or sudo.  15 is the system's.  The others come from
 # later releases of Debian, each in a chroot that is made once (about a minute)
 # and kept in OUTBOX_MATRIX_DIR (/var/cache/outbox-matrix; about 1 GB each).
 # The mirror is the one that apt uses here, or OUTBOX_MATRIX_MIRROR.
 # RUN_ARGS are handed to test/run.sh.
+#
+# VERSION may also be "assert": 15 built from Debian's source with assertions
+# (some minutes, once), which are off in the packages.
 
 set -u
 set -o pipefail
@@ -68,8 +71,6 @@ make_chroot() {
 	done < <(apt-config dump | grep -E '^Acquire::https?::.*"..*";$')
 
 	rm -rf "$root" "$root.new"
-	mkdir -p "$matrix_dir"
-	chmod 755 "$matrix_dir"
 	if ! mmdebstrap --mode=root --variant=apt \
 		--include="${server:+$server,}${packages// /,}" \
 		--aptopt='Acquire::Check-Valid-Until "false"' \
@@ -89,6 +90,52 @@ make_chroot() {
 	say "... made in $((SECONDS - start)) s"
 }
 
+# make_assert: build the source of Debian's PostgreSQL 15 with assertions,
+# unless it is there.
+make_assert() {
+	local prefix=$matrix_dir/assert/pgsql work start=$SECONDS options
+
+	[ ! -x "$prefix/bin/pg_config" ] || return 0
+	say "Building PostgreSQL 15 with assertions in $prefix ..."
+	install_packages gcc libc6-dev make perl libipc-run-perl bzip2
+	work=$(mktemp -d /tmp/outbox-assert.XXXXXX) || return 1
+	chmod 755 "$work"
+	mkdir -p "$work/lists/partial"
+	echo "deb-src $(mirror) bookworm main" >"$work/sources.list"
+	options=(-o Dir::Etc::SourceList="$work/sources.list" -o Dir::Etc::SourceParts=/dev/null
+		-o Dir::State::Lists="$work/lists")
+	if ! (
+		set -e
+		cd "$work"
+		apt-get -qq "${options[@]}" update
+		apt-get -qq "${options[@]}" source --download-only postgresql-15
+		tar xjf postgresql-15_*.orig.tar.bz2
+		cd postgresql-15.*
+		./configure --prefix="$prefix" --enable-cassert --enable-debug \
+			--enable-tap-tests --without-readline --without-zlib \
+			CFLAGS='-O1 -fno-omit-frame-pointer'
+		make -s -j "$(nproc)" all
+		make -s install
+		make -s -C contrib -j "$(nproc)" install
+	) </dev/null >"$matrix_dir/assert.log" 2>&1; then
+		tail -n 20 "$matrix_dir/assert.log"
+		rm -rf "$work" "$matrix_dir/assert"
+		return 1
+	fi
+	rm -rf "$work"
+	say "... built in $((SECONDS - start)) s"
+}
+
+# make_server VERSION: make what a version needs and lacks.
+make_server() {
+	mkdir -p "$matrix_dir" && chmod 755 "$matrix_dir" || return 1
+	case $1 in
+		15) ;;
+		assert) make_assert ;;
+		*) make_chroot "$1" ;;
+	esac
+}
+
 # in_chroot ROOT COMMAND ...: with /proc and /dev/shm, in namespaces of its own,
 # so that neither a mount nor a server outlives the command.
 in_chroot() {
@@ -102,12 +149,18 @@ in_chroot() {
 test_version() {
 	local version=$1 root=$matrix_dir/$1 copy status
 
-	if [ "$version" = 15 ]; then
-		bash "$top/test/run.sh" ${RUN_ARGS:-}
-		return
-	fi
+	case $version in
+		15)
+			bash "$top/test/run.sh" ${RUN_ARGS:-}
+			return
+			;;
+		assert)
+			PG_CONFIG=$matrix_dir/assert/pgsql/bin/pg_config \
+				bash "$top/test/run.sh" ${RUN_ARGS:-}
+			return
+			;;
+	esac
 
-	make_chroot "$version" || return 1
 	copy=$(mktemp -d "$root/tmp/outbox.XXXXXX") || return 1
 	chmod 755 "$copy"
 	copy_tree "$copy"
@@ -145,15 +198,12 @@ trap 'rm -f "$output"' EXIT
 failed=0
 summary=()
 for version; do
-	if [ -n "$make_only" ]; then
-		[ "$version" = 15 ] || locked make_chroot "$version" || failed=1
+	if ! locked make_server "$version"; then
+		failed=1
+		summary+=("PostgreSQL $version: could not be made")
 		continue
 	fi
-	[ "$version" = 15 ] || locked make_chroot "$version" || {
-		failed=1
-		summary+=("PostgreSQL $version: no chroot")
-		continue
-	}
+	[ -z "$make_only" ] || continue
 	say "=== PostgreSQL $version"
 	if test_version "$version" 2>&1 | tee "$output"; then
 		result=ok

@@ -153,10 +153,11 @@ suite_tap() {
 # The code must compile without a warning, with gcc and with the clang that the
 # server was built for.
 suite_werror() {
-	local compiler
+	local compiler clang
 
 	say '=== werror'
-	for compiler in gcc "$(sed -nE 's/^CLANG *= *//p' "$(dirname "$("$PG_CONFIG" --pgxs)")/../Makefile.global")"; do
+	clang=$(sed -nE 's/^CLANG *= *//p' "$(dirname "$("$PG_CONFIG" --pgxs)")/../Makefile.global")
+	for compiler in gcc ${clang:-$(command -v clang)}; do
 		log=$scratch/werror.log
 		as_tester make -s -C "$scratch/outbox" PG_CONFIG="$PG_CONFIG" with_llvm=no clean >/dev/null &&
 			as_tester make -s -k -C "$scratch/outbox" -j "$jobs" PG_CONFIG="$PG_CONFIG" \
