@@ -188,7 +188,6 @@ typedef struct OutboxShared
 	OutboxPrepared prepared[OUTBOX_MAX_PREPARED];
 
 	/* waiters, one for each PGPROC */
-	pg_atomic_uint32 nwaiting;
 	int			nwaiters;
 	OutboxWaiter *waiters;
 
@@ -219,12 +218,12 @@ typedef struct OutboxSubscription
 {
 	int32		id;
 	char	   *name;
-	List	   *patterns;		/* OutboxPattern *, parsed */
 	char	   *scope;			/* NULL: every scope */
 	JsonPath   *filter;			/* NULL: none */
 	bool		coalescing;
 	bool		ordered;
 	bool		slow_filter;	/* its filter ran out of time: not evaluated here */
+	int64		filter_spent;	/* time that its filter took in this call, in us */
 } OutboxSubscription;
 
 /* A subscription that an event matched */
@@ -238,6 +237,14 @@ typedef struct OutboxTarget
 	TimestampTz due_at;
 	int64		job;
 } OutboxTarget;
+
+/* What the filters look at, of an event that is in no table */
+typedef struct OutboxContent
+{
+	Datum		payload;
+	Datum		headers;
+	bool		no_headers;
+} OutboxContent;
 
 /* guc.c */
 extern char *outbox_databases;
@@ -331,51 +338,18 @@ extern bool outbox_glob_match_list(List *patterns, const char *text, int len,
 								   OutboxCharLength char_length);
 
 /* route.c */
+extern int	outbox_char_length(const char *text);
 extern void outbox_route_events(OutboxEvent *events, int nevents, int64 version);
+extern void outbox_route_given(OutboxEvent *event, const OutboxContent *content);
 extern void outbox_route_forget(void);
 
-/* jobs.c */
-extern int	outbox_enqueue(OutboxEvent *events, int nevents);
-extern int64 outbox_subject_key(const char *scope, const char *subject);
-
-/* pass.c */
-typedef struct OutboxPass
-{
-	OutboxRange range;			/* what is claimed, unless retry */
-	bool		retry;			/* claim the rows whose retry_at has come */
-	OutboxDatabase *db;			/* slot to which the rest is posted; NULL: none */
-
-	/* results */
-	int			claimed;
-	bool		full;			/* the claim was full: there may be more */
-	int64		last;			/* highest seq claimed */
-	int64		fanned;
-	int64		jobs;
-	int64		failures;		/* events that failed alone */
-	bool		retry_set;		/* some event waits for retry_at now */
-	bool		gone;			/* the extension is not there any more */
-	bool		trouble;		/* nothing went: the relay should back off */
-	char	   *error;			/* last error, in the caller's context */
-} OutboxPass;
-
-extern void outbox_pass(OutboxPass *pass);
-extern TimestampTz outbox_pass_next_retry(bool *resting);
-extern bool outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version);
-extern void outbox_announce(List *fanned, OutboxEvent *events, int nevents);
-extern int64 outbox_retry_wait_ms(int tries);
-extern ErrorData *outbox_catch_error(MemoryContext context);
-extern char *outbox_error_text(ErrorData *edata);
-extern void outbox_shun(int64 seq);
-extern void outbox_unshun(OutboxDatabase *db);
-
-/* redo.c */
-extern bool outbox_redo_once(OutboxPass *pass);
-extern void outbox_redo_success(void);
+/* filter.c */
+extern void outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *content);
 
 /* notify.c */
+extern int64 outbox_notify_failures;
 extern void outbox_notify_fanned(const int64 *seqs, int nseqs);
 extern void outbox_notify_poisoned(const OutboxEvent *event, int sqlstate);
-extern bool outbox_notify_send(List *payloads, const char *channel);
 extern void outbox_listen_update(void);
 extern bool outbox_listen_heard(void);
 

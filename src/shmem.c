@@ -74,7 +74,6 @@ shmem_startup(void)
 		outbox_shared->ndatabases = outbox_max_databases;
 		for (i = 0; i < outbox_shared->ndatabases; i++)
 			SpinLockInit(&outbox_shared->databases[i].mutex);
-		pg_atomic_init_u32(&outbox_shared->nwaiting, 0);
 		outbox_shared->nwaiters = number_of_procs();
 		outbox_shared->waiters = (OutboxWaiter *) ((char *) outbox_shared + shared_size());
 		for (i = 0; i < outbox_shared->nwaiters; i++)
