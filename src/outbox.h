@@ -346,6 +346,44 @@ extern void outbox_route_forget(void);
 /* filter.c */
 extern void outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *content);
 
+/* jobs.c */
+extern int	outbox_enqueue(OutboxEvent *events, int nevents);
+extern int64 outbox_subject_key(const char *scope, const char *subject);
+
+/* pass.c */
+typedef struct OutboxPass
+{
+	OutboxRange range;			/* what is claimed, unless retry */
+	bool		retry;			/* claim the rows whose retry_at has come */
+	OutboxDatabase *db;			/* slot to which the rest is posted; NULL: none */
+
+	/* results */
+	int			claimed;
+	bool		full;			/* the claim was full: there may be more */
+	int64		last;			/* highest seq claimed */
+	int64		fanned;
+	int64		jobs;
+	int64		failures;		/* events that failed alone */
+	bool		retry_set;		/* some event waits for retry_at now */
+	bool		gone;			/* the extension is not there any more */
+	bool		trouble;		/* nothing went: the relay should back off */
+	char	   *error;			/* last error, in the caller's context */
+} OutboxPass;
+
+extern void outbox_pass(OutboxPass *pass);
+extern TimestampTz outbox_pass_next_retry(bool *resting);
+extern bool outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version);
+extern void outbox_announce(List *fanned, OutboxEvent *events, int nevents);
+extern int64 outbox_retry_wait_ms(int tries);
+extern ErrorData *outbox_catch_error(MemoryContext context);
+extern char *outbox_error_text(ErrorData *edata);
+extern void outbox_shun(int64 seq);
+extern void outbox_unshun(OutboxDatabase *db);
+
+/* redo.c */
+extern bool outbox_redo_once(OutboxPass *pass);
+extern void outbox_redo_success(void);
+
 /* notify.c */
 extern int64 outbox_notify_failures;
 extern void outbox_notify_fanned(const int64 *seqs, int nseqs);
