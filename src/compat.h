@@ -41,4 +41,22 @@
 #define pg_noreturn pg_attribute_noreturn()
 #endif
 
+/* 19: signal handlers get a second argument */
+#if PG_VERSION_NUM >= 190000
+#define PASS_SIGNAL_ARGS postgres_signal_arg, pg_siginfo
+#else
+#define PASS_SIGNAL_ARGS postgres_signal_arg
+#endif
+
+/* 19: what is built of JSON is in a JsonbInState */
+#if PG_VERSION_NUM < 190000
+typedef struct JsonbInState
+{
+	JsonbValue *result;
+	JsonbParseState *parseState;
+} JsonbInState;
+#define pushJsonbValue(state, seq, value) \
+	((state)->result = pushJsonbValue(&(state)->parseState, seq, value))
+#endif
+
 #endif							/* OUTBOX_COMPAT_H */

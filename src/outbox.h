@@ -407,6 +407,7 @@ typedef struct OutboxWorkerArgs
 extern bool outbox_worker_attach(OutboxWorkerArgs *args);
 extern void outbox_worker_arguments(OutboxWorkerArgs *args);
 extern void outbox_worker_signals(void);
+extern bool outbox_worker_asked(void);
 extern void outbox_worker_connect(Oid dboid, Oid userid, bool nologin);
 extern void outbox_worker_pin_settings(void);
 extern void outbox_worker_begin(const char *activity);

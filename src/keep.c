@@ -1,0 +1,396 @@
+/*-------------------------------------------------------------------------
+ *
+ * keep.c
+ *		Keeps the relays of a database: gives it a slot, starts as many as
+ *		there should be, ends those that should not be, starts those that
+ *		ended anew, and takes the slot back.
+ *
+ * Part of the launcher; launcher.c tells the stories.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "launcher.h"
+
+#include <signal.h>
+
+#include "miscadmin.h"
+#include "portability/instr_time.h"
+
+/* Times in ms */
+#define HEALTHY_AFTER 60000		/* the waits of a relay that lived so long begin anew */
+#define START_INTERVAL 1000		/* between two starts of a relay */
+#define GO_BY_ITSELF 5000		/* for a relay to find the extension gone */
+#define NO_ROOM_LOG_INTERVAL 600000 /* between two messages about it */
+
+int64		outbox_keep_now = 0;
+
+/* While workers cannot be registered: when to try again, and how often tried */
+static int64 no_room_until = 0;
+static int	no_room_times = 0;
+static int64 no_room_logged_at = -NO_ROOM_LOG_INTERVAL;
+
+/* Read the clock.  It is monotonic: steps of the system's time delay nothing. */
+void
+outbox_keep_set_now(void)
+{
+	instr_time	t;
+
+	INSTR_TIME_SET_CURRENT(t);
+	outbox_keep_now = (int64) INSTR_TIME_GET_MILLISEC(t);
+}
+
+/* Wait after so many failures in a row */
+int64
+outbox_keep_wait(int failures)
+{
+	return failures > 6 ? OUTBOX_RESTART_MAX :
+		Min(OUTBOX_RESTART_MAX, (int64) OUTBOX_RESTART_MIN << (failures - 1));
+}
+
+/* When start is tried again, after there was no room; past when there was */
+int64
+outbox_keep_retry_start(void)
+{
+	return no_room_until;
+}
+
+/*
+ * Register a worker; NULL when all of max_worker_processes is in use.  That is
+ * logged when it begins.
+ */
+BackgroundWorkerHandle *
+outbox_keep_start(const char *type, const char *function,
+				  OutboxKeptDatabase *db, const OutboxWorkerArgs *args)
+{
+	BackgroundWorker worker;
+	BackgroundWorkerHandle *handle = NULL;
+
+	if (outbox_keep_now < no_room_until)
+		return NULL;
+
+	memset(&worker, 0, sizeof(worker));
+	snprintf(worker.bgw_name, BGW_MAXLEN, "%s for %s", type, db->name);
+	strlcpy(worker.bgw_type, type, BGW_MAXLEN);
+	worker.bgw_flags = BGWORKER_SHMEM_ACCESS | BGWORKER_BACKEND_DATABASE_CONNECTION |
+		BGWORKER_INTERRUPTIBLE;
+	worker.bgw_start_time = BgWorkerStart_RecoveryFinished;
+	worker.bgw_restart_time = BGW_NEVER_RESTART;
+	strlcpy(worker.bgw_library_name, OUTBOX_LIBRARY, sizeof(worker.bgw_library_name));
+	strlcpy(worker.bgw_function_name, function, BGW_MAXLEN);
+	memcpy(worker.bgw_extra, args, sizeof(*args));
+	worker.bgw_notify_pid = MyProcPid;
+
+	if (RegisterDynamicBackgroundWorker(&worker, &handle))
+	{
+		no_room_times = 0;
+		return handle;
+	}
+	if (no_room_times++ == 0 && outbox_keep_now - no_room_logged_at >= NO_ROOM_LOG_INTERVAL)
+	{
+		ereport(LOG,
+				(errcode(ERRCODE_CONFIGURATION_LIMIT_EXCEEDED),
+				 errmsg("no background worker slot is free for \"%s\"", worker.bgw_name),
+				 errhint("Consider increasing the configuration parameter \"max_worker_processes\".")));
+		no_room_logged_at = outbox_keep_now;
+	}
+	no_room_until = outbox_keep_now + outbox_keep_wait(no_room_times);
+	return NULL;
+}
+
+/* Has a worker that we registered come to its end?  Then forget the handle. */
+bool
+outbox_keep_ended(BackgroundWorkerHandle **handle)
+{
+	pid_t		pid;
+
+	if (*handle != NULL && GetBackgroundWorkerPid(*handle, &pid) != BGWH_STOPPED)
+		return false;
+	if (*handle != NULL)
+		pfree(*handle);
+	*handle = NULL;
+	return true;
+}
+
+/* Is DDL at work on a database? */
+static bool
+is_closed(OutboxKeptDatabase *db)
+{
+	bool		result;
+
+	LWLockAcquire(outbox_shared->lock, LW_SHARED);
+	result = outbox_ddl_closed(db->oid);
+	LWLockRelease(outbox_shared->lock);
+	return result;
+}
+
+/*
+ * Give a database a slot.  When none is free it is swept at intervals, until
+ * one is.
+ */
+void
+outbox_keep_assign_slot(OutboxKeptDatabase *db)
+{
+	int			i;
+
+	LWLockAcquire(outbox_shared->lock, LW_EXCLUSIVE);
+	for (i = 0; i < outbox_shared->ndatabases && db->slot < 0; i++)
+	{
+		OutboxDatabase *slot = &outbox_shared->databases[i];
+
+		if (OidIsValid(slot->dboid))
+			continue;
+		SpinLockAcquire(&slot->mutex);
+		slot->dboid = db->oid;
+		slot->extowner = db->owner;
+		slot->nranges = 0;
+		slot->sweep_wanted = true;
+		slot->swept_at = 0;
+		slot->next_retry = 0;
+		memset(slot->relays, 0, sizeof(slot->relays));
+		SpinLockRelease(&slot->mutex);
+		db->slot = i;
+	}
+	LWLockRelease(outbox_shared->lock);
+
+	if (db->slot >= 0)
+	{
+		memset(db->relays, 0, sizeof(db->relays));
+		db->end_at = OUTBOX_NEVER;
+		db->swept = false;
+	}
+	else if (!db->swept)
+	{
+		ereport(LOG,
+				(errcode(ERRCODE_CONFIGURATION_LIMIT_EXCEEDED),
+				 errmsg("no room to keep a relay in database \"%s\", which is swept only", db->name),
+				 errhint("Consider increasing the configuration parameter \"outbox.max_databases\".")));
+		db->swept = true;
+		db->sweep_at = outbox_keep_now;
+		db->sweep_failures = 0;
+	}
+}
+
+/* Take the slot from a database that has no relay any more. */
+static void
+free_slot(OutboxKeptDatabase *db)
+{
+	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
+
+	LWLockAcquire(outbox_shared->lock, LW_EXCLUSIVE);
+	SpinLockAcquire(&slot->mutex);
+	slot->dboid = InvalidOid;
+	slot->extowner = InvalidOid;
+	slot->nranges = 0;
+	SpinLockRelease(&slot->mutex);
+	LWLockRelease(outbox_shared->lock);
+	db->slot = -1;
+}
+
+/* Have the relays of a database look, and find that the extension is gone. */
+static void
+wake_relays(OutboxKeptDatabase *db)
+{
+	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
+
+	SpinLockAcquire(&slot->mutex);
+	slot->sweep_wanted = true;
+	SpinLockRelease(&slot->mutex);
+	outbox_doorbell_wake(slot);
+}
+
+/*
+ * End a relay: the worker that we registered, and the process that has the
+ * place, which may be another, of a predecessor's.
+ */
+static void
+end_relay(OutboxKeptRelay *relay, int pid)
+{
+	if (relay->handle != NULL && !relay->handle_asked)
+	{
+		relay->handle_asked = true;
+		TerminateBackgroundWorker(relay->handle);
+	}
+	if (pid != 0 && pid != relay->pid_asked)
+	{
+		relay->pid_asked = pid;
+		kill(pid, SIGTERM);
+	}
+}
+
+/*
+ * A relay has ended: when may the next one start?  wanted: there should be a
+ * next one.
+ */
+static void
+relay_ended(OutboxKeptDatabase *db, OutboxKeptRelay *relay, OutboxRelayEnd end, bool wanted)
+{
+	int64		lived = outbox_keep_now - relay->started_at;
+
+	relay->running = false;
+	relay->handle_asked = false;
+	relay->pid_asked = 0;
+
+	if (lived >= HEALTHY_AFTER)
+		relay->failures = 0;
+	if (end == OUTBOX_END_ASKED)
+	{
+		relay->start_at = relay->started_at + START_INTERVAL;
+		return;
+	}
+
+	/*
+	 * One that ends of itself at once, again and again, although the
+	 * extension is there, waits like one that fails.  Once is no reason: the
+	 * extension may have been dropped and created again.
+	 */
+	if (end == OUTBOX_END_FAILED || lived < START_INTERVAL)
+		relay->failures++;
+	else
+		relay->failures = 0;
+	if (end == OUTBOX_END_FAILED || relay->failures > 1)
+		relay->start_at = outbox_keep_now + outbox_keep_wait(relay->failures);
+	else
+		relay->start_at = outbox_keep_now;
+
+	/* the extension, its owner or what the owner may do has changed perhaps */
+	if (wanted)
+		db->probe_at = Min(db->probe_at, relay->start_at);
+}
+
+/* Start a relay. */
+static void
+start_relay(OutboxKeptDatabase *db, int number)
+{
+	OutboxKeptRelay *relay = &db->relays[number];
+	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
+	OutboxWorkerArgs args;
+
+	memset(&args, 0, sizeof(args));
+	args.dboid = db->oid;
+	args.userid = db->owner;
+	args.nologin = !db->owner_login;
+	args.slot = db->slot;
+	args.relay = number;
+
+	SpinLockAcquire(&slot->mutex);
+	if (slot->relays[number].pid == 0)
+		slot->relays[number].end = OUTBOX_END_FAILED;	/* until it says otherwise */
+	SpinLockRelease(&slot->mutex);
+
+	relay->handle = outbox_keep_start("outbox relay", "outbox_relay_main", db, &args);
+	if (relay->handle != NULL)
+	{
+		relay->running = true;
+		relay->started_at = outbox_keep_now;
+	}
+}
+
+/*
+ * A probe has seen the extension, and who owns it.  Relays that work as
+ * somebody else are ended; the next ones work as the owner.
+ */
+void
+outbox_keep_owner(OutboxKeptDatabase *db, Oid owner, bool login)
+{
+	OutboxDatabase *slot;
+	int			i;
+
+	db->owner = owner;
+	db->owner_login = login;
+	if (db->slot < 0)
+		return;
+	slot = &outbox_shared->databases[db->slot];
+	if (slot->extowner == owner)
+		return;
+	SpinLockAcquire(&slot->mutex);
+	slot->extowner = owner;
+	SpinLockRelease(&slot->mutex);
+	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
+		end_relay(&db->relays[i], slot->relays[i].pid);
+}
+
+/*
+ * Bring the relays of a database with a slot to what they should be.  When
+ * none should be, and none is left, the slot is freed.
+ */
+void
+outbox_keep_relays(OutboxKeptDatabase *db)
+{
+	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
+	bool		wanted = db->ours && (db->present || !db->probed);
+	int			nwanted = wanted ? outbox_relays_setting : 0;
+	bool		closed = is_closed(db);
+	bool		any = false;
+	int			i;
+
+	/* where the extension was dropped, relays may find out by themselves */
+	if (wanted || !db->ours)
+		db->end_at = OUTBOX_NEVER;
+	else if (db->end_at == OUTBOX_NEVER)
+	{
+		db->end_at = outbox_keep_now + GO_BY_ITSELF;
+		wake_relays(db);
+	}
+
+	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
+	{
+		OutboxKeptRelay *relay = &db->relays[i];
+		bool		alive;
+		int			pid;
+		OutboxRelayEnd end;
+
+		alive = !outbox_keep_ended(&relay->handle);
+		SpinLockAcquire(&slot->mutex);
+		pid = slot->relays[i].pid;
+		end = slot->relays[i].end;
+		SpinLockRelease(&slot->mutex);
+		alive |= pid != 0;
+		any |= alive;
+
+		if (relay->running && !alive)
+			relay_ended(db, relay, end, i < nwanted);
+		else if (!relay->running && alive)
+		{
+			/* a predecessor's */
+			relay->running = true;
+			relay->started_at = outbox_keep_now;
+		}
+
+		if (alive && i >= nwanted &&
+			(db->end_at == OUTBOX_NEVER || outbox_keep_now >= db->end_at))
+			end_relay(relay, pid);
+		else if (!alive && i < nwanted && !closed && outbox_keep_now >= relay->start_at)
+		{
+			/*
+			 * A probe that is due comes first; one that waits for another
+			 * relay comes now, but not one that waits because it failed.
+			 */
+			if (db->probed && !db->probing && db->probe_at == OUTBOX_NEVER)
+				start_relay(db, i);
+			else if (db->probe_failures == 0)
+				db->probe_at = Min(db->probe_at, outbox_keep_now);
+		}
+	}
+
+	if (!wanted && !any)
+		free_slot(db);
+}
+
+/* When the relays of a database are to be looked at next, if nobody wakes us */
+int64
+outbox_keep_due(OutboxKeptDatabase *db)
+{
+	int64		due = OUTBOX_NEVER;
+	int			i;
+
+	if (db->end_at > outbox_keep_now)
+		due = db->end_at;
+	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
+	{
+		int64		start_at = db->relays[i].start_at;
+
+		if (!db->relays[i].running && start_at > outbox_keep_now)
+			due = Min(due, start_at);
+	}
+	return due;
+}

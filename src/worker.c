@@ -1,0 +1,367 @@
+/*-------------------------------------------------------------------------
+ *
+ * worker.c
+ *		What every background worker of the extension shares: its place in
+ *		shared memory, signals, connection, identity, settings, transactions.
+ *
+ * A worker registers its place before it connects, under the lock that DDL on
+ * its database takes too, so either the DDL sees the worker and ends it, or
+ * the worker sees the DDL and does not start.  It gives the place up when it
+ * has left the list of processes, so whoever finds the place empty finds the
+ * database without it as well.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "outbox.h"
+
+#include "catalog/pg_authid.h"
+#include "mb/pg_wchar.h"
+#include "miscadmin.h"
+#include "pgstat.h"
+#include "postmaster/bgworker.h"
+#include "postmaster/interrupt.h"
+#include "storage/ipc.h"
+#include "storage/proc.h"
+#include "tcop/tcopprot.h"
+#include "utils/acl.h"
+#include "utils/guc.h"
+#include "utils/memutils.h"
+#include "utils/snapmgr.h"
+
+StaticAssertDecl(sizeof(OutboxWorkerArgs) <= BGW_EXTRALEN,
+				 "the arguments of a worker must fit into bgw_extra");
+
+/* SIGTERM came: an end by this is no failure */
+static volatile sig_atomic_t asked_to_end = false;
+
+/* Context of the caller's loop, which transactions switch away from */
+static MemoryContext loop_context = NULL;
+
+/* Statistics that were too fresh to be reported at commit */
+static bool stats_pending = false;
+
+/*
+ * Settings of a worker.  A database or role may have others, given by somebody
+ * who owns no more than that database or role; a worker's statements must
+ * mean, find and plan the same everywhere.
+ */
+static const struct
+{
+	const char *name;
+	const char *value;
+	int			since;			/* first version that has it */
+}			pinned[] =
+{
+	/* what could end or delay a transaction; first, as it counts at once */
+	{"transaction_timeout", "0", 170000},
+	{"statement_timeout", "0", 0},
+	{"idle_in_transaction_session_timeout", "0", 0},
+	{"idle_session_timeout", "0", 0},
+	{"lock_timeout", "5s", 0},
+	{"default_transaction_isolation", "read committed", 0},
+	{"default_transaction_read_only", "off", 0},
+	{"default_transaction_deferrable", "off", 0},
+	{"temp_file_limit", "-1", 0},
+
+	/* what changes the meaning of a statement or a value */
+	{"search_path", "pg_catalog, pg_temp", 0},
+	{"row_security", "on", 0},
+	{"session_replication_role", "origin", 0},
+	{"restrict_nonsystem_relation_kind", "", 170000},
+	{"standard_conforming_strings", "on", 0},
+	{"backslash_quote", "safe_encoding", 0},
+	{"transform_null_equals", "off", 0},
+	{"array_nulls", "on", 0},
+	{"quote_all_identifiers", "off", 0},
+	{"TimeZone", "UTC", 0},
+	{"DateStyle", "ISO, MDY", 0},
+	{"IntervalStyle", "postgres", 0},
+	{"bytea_output", "hex", 0},
+	{"extra_float_digits", "1", 0},
+	{"default_tablespace", "", 0},
+	{"temp_tablespaces", "", 0},
+	{"default_table_access_method", "heap", 0},
+
+	/*
+	 * what changes a plan: walks along an index, nothing that grows with the
+	 * tables
+	 */
+	{"plan_cache_mode", "force_generic_plan", 0},
+	{"enable_seqscan", "off", 0},
+	{"enable_bitmapscan", "off", 0},
+	{"enable_hashjoin", "off", 0},
+	{"enable_mergejoin", "off", 0},
+	{"enable_memoize", "off", 0},
+	{"enable_nestloop", "on", 0},
+	{"enable_indexscan", "on", 0},
+	{"enable_indexonlyscan", "on", 0},
+	{"enable_tidscan", "on", 0},
+	{"enable_sort", "on", 0},
+	{"enable_hashagg", "on", 0},
+	{"enable_material", "on", 0},
+	{"max_parallel_workers_per_gather", "0", 0},
+	{"jit", "off", 0},
+};
+
+/*
+ * SIGTERM: remember that somebody asked, for the launcher; the rest is the
+ * server's own handler.
+ */
+static void
+handle_sigterm(SIGNAL_ARGS)
+{
+	asked_to_end = true;
+	die(PASS_SIGNAL_ARGS);
+}
+
+/*
+ * Install the signal handlers and let signals in.  SIGUSR1 stays as the server
+ * has set it: database DDL elsewhere waits for every process to answer it.
+ */
+void
+outbox_worker_signals(void)
+{
+	pqsignal(SIGHUP, SignalHandlerForConfigReload);
+	pqsignal(SIGTERM, handle_sigterm);
+	BackgroundWorkerUnblockSignals();
+
+	/* a SIGHUP that came before had no handler */
+	ConfigReloadPending = true;
+}
+
+/* Has somebody asked this worker to end? */
+bool
+outbox_worker_asked(void)
+{
+	return asked_to_end;
+}
+
+/* Read what the launcher handed to this worker. */
+void
+outbox_worker_arguments(OutboxWorkerArgs *args)
+{
+	memcpy(args, MyBgworkerEntry->bgw_extra, sizeof(*args));
+}
+
+/* Give up the place of a relay, and tell the launcher. */
+static void
+release_relay(int code, Datum arg)
+{
+	OutboxWorkerArgs args;
+	OutboxDatabase *db;
+	OutboxRelay *relay;
+
+	outbox_worker_arguments(&args);
+	db = &outbox_shared->databases[args.slot];
+	relay = &db->relays[args.relay];
+	SpinLockAcquire(&db->mutex);
+	if (relay->pid == MyProcPid)
+	{
+		relay->pid = 0;
+		relay->state = OUTBOX_RELAY_FREE;
+		relay->end = code == 0 ? OUTBOX_END_CLEAN :
+			asked_to_end ? OUTBOX_END_ASKED : OUTBOX_END_FAILED;
+	}
+	SpinLockRelease(&db->mutex);
+	outbox_launcher_wake();
+}
+
+/*
+ * Take the place of a relay.  False: the slot belongs to another database by
+ * now, DDL keeps us out, or a relay started by an earlier launcher is there.
+ */
+static bool
+take_place(const OutboxWorkerArgs *args)
+{
+	OutboxDatabase *db = &outbox_shared->databases[args->slot];
+	OutboxRelay *relay = &db->relays[args->relay];
+	bool		closed;
+	bool		taken = false;
+
+	LWLockAcquire(outbox_shared->lock, LW_EXCLUSIVE);
+	closed = outbox_ddl_closed(args->dboid);
+	SpinLockAcquire(&db->mutex);
+	if (db->dboid == args->dboid && relay->pid == 0)
+	{
+		if (closed)
+			relay->end = OUTBOX_END_ASKED;
+		else
+		{
+			memset(relay, 0, sizeof(*relay));
+			relay->pid = MyProcPid;
+			relay->procno = MyProcNumber;
+			relay->state = OUTBOX_RELAY_IDLE;
+			taken = true;
+		}
+	}
+	SpinLockRelease(&db->mutex);
+	LWLockRelease(outbox_shared->lock);
+	return taken;
+}
+
+/*
+ * Start of a relay: take its place and connect.  False: there is nothing for
+ * this process to do, and it is to exit with code 0.
+ *
+ * The place is given up after all that the caller registers with
+ * before_shmem_exit has run, and after a transaction has been rolled back.
+ */
+bool
+outbox_worker_attach(OutboxWorkerArgs *args)
+{
+	outbox_worker_arguments(args);
+	on_shmem_exit(release_relay, (Datum) 0);
+	if (!take_place(args))
+		return false;
+	outbox_worker_signals();
+	outbox_worker_connect(args->dboid, args->userid, args->nologin);
+	return true;
+}
+
+/*
+ * Pin the settings.  No reload can change what has this source; most need no
+ * transaction, so that none is exposed to what a database has set.
+ */
+void
+outbox_worker_pin_settings(void)
+{
+	int			i;
+
+	for (i = 0; i < (int) lengthof(pinned); i++)
+	{
+		if (PG_VERSION_NUM >= pinned[i].since)
+			SetConfigOption(pinned[i].name, pinned[i].value, PGC_SUSET, PGC_S_OVERRIDE);
+	}
+	SetConfigOption("client_encoding", GetDatabaseEncodingName(), PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("application_name", MyBgworkerEntry->bgw_name, PGC_SUSET, PGC_S_OVERRIDE);
+}
+
+/*
+ * Connect to a database and become the role that the worker was started for:
+ * the owner of a database may give it a role or session_authorization of its
+ * own, which workers take over like anybody who connects.
+ *
+ * userid: InvalidOid is the bootstrap superuser.  nologin: the role may not
+ * log in.  Before PostgreSQL 17 only the bootstrap superuser can then connect,
+ * and becomes that role.  dboid: InvalidOid is no database at all.
+ */
+void
+outbox_worker_connect(Oid dboid, Oid userid, bool nologin)
+{
+	if (!OidIsValid(dboid))
+	{
+		BackgroundWorkerInitializeConnection(NULL, NULL, 0);
+		outbox_worker_reload();
+		return;
+	}
+#if PG_VERSION_NUM >= 170000
+	nologin = false;
+#endif
+	BackgroundWorkerInitializeConnectionByOid(dboid, nologin ? InvalidOid : userid,
+											  BGWORKER_BYPASS_ROLELOGINCHECK);
+	outbox_worker_pin_settings();
+
+	SetCurrentStatementStartTimestamp();
+	StartTransactionCommand();
+	SetConfigOption("session_authorization",
+					GetUserNameFromId(OidIsValid(userid) ? userid : BOOTSTRAP_SUPERUSERID, false),
+					PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("role", "none", PGC_SUSET, PGC_S_OVERRIDE);
+	CommitTransactionCommand();
+	MemoryContextSwitchTo(TopMemoryContext);
+
+	outbox_worker_reload();
+	pgstat_report_activity(STATE_IDLE, NULL);
+}
+
+/*
+ * Begin a transaction in which SPI can be used.  activity is shown in
+ * pg_stat_activity: a constant text, nothing of an event's.
+ */
+void
+outbox_worker_begin(const char *activity)
+{
+	loop_context = CurrentMemoryContext;
+	SetCurrentStatementStartTimestamp();
+	StartTransactionCommand();
+	outbox_spi_connect();
+	PushActiveSnapshot(GetTransactionSnapshot());
+	pgstat_report_activity(STATE_RUNNING, activity);
+}
+
+/* What both ends of a transaction have in common */
+static void
+transaction_ended(void)
+{
+	stats_pending = pgstat_report_stat(false) > 0;
+	pgstat_report_activity(STATE_IDLE, NULL);
+	MemoryContextSwitchTo(loop_context);
+}
+
+/* Commit what outbox_worker_begin began. */
+void
+outbox_worker_commit(void)
+{
+	outbox_spi_finish();
+	PopActiveSnapshot();
+	CommitTransactionCommand();
+	transaction_ended();
+}
+
+/* Roll back what outbox_worker_begin began; also after an error. */
+void
+outbox_worker_abort(void)
+{
+	AbortCurrentTransaction();
+	transaction_ended();
+}
+
+/*
+ * The worker is about to wait: report the statistics that the rate limit has
+ * kept back.  Autovacuum would otherwise hear of them at the next transaction.
+ */
+void
+outbox_worker_idle(void)
+{
+	if (stats_pending)
+		pgstat_report_stat(true);
+	stats_pending = false;
+}
+
+/* Read the configuration again when SIGHUP has come. */
+void
+outbox_worker_reload(void)
+{
+	if (ConfigReloadPending)
+	{
+		ConfigReloadPending = false;
+		ProcessConfigFile(PGC_SIGHUP);
+	}
+}
+
+/*
+ * Number of a wait event by its name, which must be a constant.  From 17 on
+ * it is shown in pg_stat_activity.
+ */
+uint32
+outbox_wait_event(const char *name)
+{
+	static struct
+	{
+		const char *name;
+		uint32		event;
+	}			known[16];
+	static int	nknown = 0;
+	int			i;
+
+	for (i = 0; i < nknown; i++)
+	{
+		if (known[i].name == name || strcmp(known[i].name, name) == 0)
+			return known[i].event;
+	}
+	if (nknown == (int) lengthof(known))
+		return PG_WAIT_EXTENSION;
+	known[nknown].name = name;
+	known[nknown].event = WaitEventExtensionNew(name);
+	return known[nknown++].event;
+}
