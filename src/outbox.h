@@ -361,6 +361,9 @@ typedef struct OutboxPass
 	int			claimed;
 	bool		full;			/* the claim was full: there may be more */
 	int64		last;			/* highest seq claimed */
+	bool		left;			/* some claimed events were left unmarked: */
+	int64		left_low;
+	int64		left_high;
 	int64		fanned;
 	int64		jobs;
 	int64		failures;		/* events that failed alone */

@@ -289,7 +289,8 @@ outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version)
 
 /*
  * How many of the claimed events fit into one pass: at least one.  The rest
- * stays unmarked and is posted again.
+ * stays unmarked and is posted again, after the commit: until then it is
+ * locked, and another relay would skip it.
  */
 static int
 within_job_limit(OutboxPass *pass, OutboxEvent *events)
@@ -302,12 +303,10 @@ within_job_limit(OutboxPass *pass, OutboxEvent *events)
 		jobs += events[i].ntargets;
 		if (jobs > MAX_JOBS && i > 0)
 		{
-			if (pass->db != NULL)
-				outbox_doorbell_post(pass->db,
-									 pass->retry ? OUTBOX_SEQ_MIN : events[i].seq,
-									 pass->retry ? OUTBOX_SEQ_MAX : pass->last);
-			else
-				pass->last = events[i - 1].seq;
+			pass->left = true;
+			pass->left_low = pass->retry ? OUTBOX_SEQ_MIN : events[i].seq;
+			pass->left_high = pass->retry ? OUTBOX_SEQ_MAX : pass->last;
+			pass->last = events[i - 1].seq;
 			pass->full = true;
 			return i;
 		}
@@ -386,6 +385,8 @@ outbox_pass(OutboxPass *pass)
 		pass->jobs = njobs;
 		if (njobs > 0)
 			outbox_redo_success();
+		if (pass->left && pass->db != NULL)
+			outbox_doorbell_post(pass->db, pass->left_low, pass->left_high);
 		outbox_announce(NIL, events, nfanned);
 		return;
 	}
@@ -425,13 +426,9 @@ outbox_pass(OutboxPass *pass)
 	PG_END_TRY();
 }
 
-/*
- * When is the next event to be retried?  0: none waits.  In a transaction of
- * its own.  A time far in the future comes from a clock that was set back: no
- * event waits longer than the longest wait from now.
- */
-TimestampTz
-outbox_pass_next_retry(bool *resting)
+/* Look up the earliest retry_at, and whether the database is at rest. */
+static TimestampTz
+look_up_retry(bool *resting)
 {
 	static OutboxPlan next = {
 		"SELECT (SELECT e.retry_at FROM outbox.events e"
@@ -441,12 +438,10 @@ outbox_pass_next_retry(bool *resting)
 		" WHERE a.database OPERATOR(pg_catalog.=) $1 AND a.stopped_at IS NULL)",
 		1, {OIDOID}, NULL
 	};
-	TimestampTz now = GetCurrentTimestamp();
 	TimestampTz result = 0;
 	Datum		values[1];
 	Datum		value;
 	bool		isnull;
-	int			i;
 
 	*resting = true;
 	outbox_worker_begin("looking for events that wait for a retry");
@@ -456,11 +451,47 @@ outbox_pass_next_retry(bool *resting)
 		outbox_execute(&next, values, NULL, SPI_OK_SELECT);
 		value = outbox_spi_value(0, 1, &isnull);
 		if (!isnull)
-			result = Min(DatumGetTimestampTz(value),
-						 TimestampTzPlusMilliseconds(now, outbox_retry_wait_ms(PG_INT16_MAX)));
+			result = DatumGetTimestampTz(value);
 		*resting = !DatumGetBool(outbox_spi_value(0, 2, &isnull));
 	}
 	outbox_worker_commit();
+	return result;
+}
+
+/*
+ * When is the next event to be retried?  0: none waits.  In a transaction of
+ * its own; when that fails, it is asked again after a while.  A time far in the
+ * future comes from a clock that was set back: no event waits longer than the
+ * longest wait from now.
+ */
+TimestampTz
+outbox_pass_next_retry(bool *resting)
+{
+	MemoryContext context = CurrentMemoryContext;
+	TimestampTz now = GetCurrentTimestamp();
+	volatile TimestampTz result = 0;
+	int			i;
+
+	PG_TRY();
+	{
+		result = look_up_retry(resting);
+	}
+	PG_CATCH();
+	{
+		ErrorData  *edata = outbox_catch_error(context);
+
+		outbox_worker_abort();
+		MemoryContextSwitchTo(context);
+		ereport(LOG,
+				(errcode(edata->sqlerrcode),
+				 errmsg("outbox relay failed to look for events that wait for a retry: %s",
+						edata->message ? edata->message : "")));
+		result = TimestampTzPlusMilliseconds(now, outbox_retry_wait_ms(1));
+	}
+	PG_END_TRY();
+	if (result != 0)
+		result = Min(result,
+					 TimestampTzPlusMilliseconds(now, outbox_retry_wait_ms(PG_INT16_MAX)));
 
 	for (i = 0; i < nshunned; i++)
 	{

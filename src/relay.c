@@ -153,17 +153,19 @@ static long
 sleep_ms(TimestampTz now)
 {
 	TimestampTz until;
+	bool		wanted;
 
 	SpinLockAcquire(&db->mutex);
+	wanted = db->sweep_wanted;
 	until = TimestampTzPlusMilliseconds(db->swept_at,
-										(db->sweep_wanted || heard) ?
+										(wanted || heard) ?
 										Min(SWEEP_PAUSE_MS, outbox_sweep_interval) :
 										outbox_sweep_interval);
 	if (db->next_retry != 0)
 		until = Min(until, db->next_retry);
 	SpinLockRelease(&db->mutex);
 	if (backoff_until > now)
-		until = Max(now, backoff_until);
+		until = wanted ? Min(until, backoff_until) : backoff_until;
 
 	/* never longer than the interval, even if the clock was set back */
 	return Min(TimestampDifferenceMilliseconds(now, until), (long) outbox_sweep_interval);
