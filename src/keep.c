@@ -19,7 +19,7 @@
 /* Times in ms */
 #define HEALTHY_AFTER 60000		/* the waits of a relay that lived so long begin anew */
 #define START_INTERVAL 1000		/* between two starts of a relay */
-#define GO_BY_ITSELF 5000		/* for a relay to find the extension gone */
+#define GO_BY_ITSELF 5000		/* for a relay to find out that it is not needed */
 #define NO_ROOM_LOG_INTERVAL 600000 /* between two messages about it */
 
 int64		outbox_keep_now = 0;
@@ -155,7 +155,6 @@ outbox_keep_assign_slot(OutboxKeptDatabase *db)
 	if (db->slot >= 0)
 	{
 		memset(db->relays, 0, sizeof(db->relays));
-		db->end_at = OUTBOX_NEVER;
 		db->swept = false;
 	}
 	else if (!db->swept)
@@ -184,18 +183,6 @@ free_slot(OutboxKeptDatabase *db)
 	SpinLockRelease(&slot->mutex);
 	LWLockRelease(outbox_shared->lock);
 	db->slot = -1;
-}
-
-/* Have the relays of a database look, and find that the extension is gone. */
-static void
-wake_relays(OutboxKeptDatabase *db)
-{
-	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
-
-	SpinLockAcquire(&slot->mutex);
-	slot->sweep_wanted = true;
-	SpinLockRelease(&slot->mutex);
-	outbox_doorbell_wake(slot);
 }
 
 /*
@@ -229,6 +216,7 @@ relay_ended(OutboxKeptDatabase *db, OutboxKeptRelay *relay, OutboxRelayEnd end, 
 	relay->running = false;
 	relay->handle_asked = false;
 	relay->pid_asked = 0;
+	relay->end_at = OUTBOX_NEVER;
 
 	if (lived >= HEALTHY_AFTER)
 		relay->failures = 0;
@@ -281,8 +269,35 @@ start_relay(OutboxKeptDatabase *db, int number)
 	if (relay->handle != NULL)
 	{
 		relay->running = true;
+		relay->end_at = OUTBOX_NEVER;
 		relay->started_at = outbox_keep_now;
 	}
+}
+
+/*
+ * A relay is not needed: the extension was dropped, or there are to be fewer.
+ * It finds out by itself when it looks, which leaves nothing in the log; one
+ * that has not after a while is ended.  Where a database is no longer ours,
+ * that is at once.
+ */
+static void
+dismiss_relay(OutboxKeptDatabase *db, int number, int pid)
+{
+	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
+	OutboxKeptRelay *relay = &db->relays[number];
+
+	if (!db->ours || outbox_keep_now >= relay->end_at)
+	{
+		end_relay(relay, pid);
+		return;
+	}
+	if (relay->end_at != OUTBOX_NEVER)
+		return;
+	relay->end_at = outbox_keep_now + GO_BY_ITSELF;
+	SpinLockAcquire(&slot->mutex);
+	slot->sweep_wanted = true;
+	SpinLockRelease(&slot->mutex);
+	outbox_doorbell_wake(slot);
 }
 
 /*
@@ -323,15 +338,6 @@ outbox_keep_relays(OutboxKeptDatabase *db)
 	bool		any = false;
 	int			i;
 
-	/* where the extension was dropped, relays may find out by themselves */
-	if (wanted || !db->ours)
-		db->end_at = OUTBOX_NEVER;
-	else if (db->end_at == OUTBOX_NEVER)
-	{
-		db->end_at = outbox_keep_now + GO_BY_ITSELF;
-		wake_relays(db);
-	}
-
 	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
 	{
 		OutboxKeptRelay *relay = &db->relays[i];
@@ -353,13 +359,15 @@ outbox_keep_relays(OutboxKeptDatabase *db)
 		{
 			/* a predecessor's */
 			relay->running = true;
+			relay->end_at = OUTBOX_NEVER;
 			relay->started_at = outbox_keep_now;
 		}
 
-		if (alive && i >= nwanted &&
-			(db->end_at == OUTBOX_NEVER || outbox_keep_now >= db->end_at))
-			end_relay(relay, pid);
-		else if (!alive && i < nwanted && !closed && outbox_keep_now >= relay->start_at)
+		if (alive && i >= nwanted)
+			dismiss_relay(db, i, pid);
+		else if (alive)
+			relay->end_at = OUTBOX_NEVER;
+		else if (i < nwanted && !closed && outbox_keep_now >= relay->start_at)
 		{
 			/*
 			 * A probe that is due comes first; one that waits for another
@@ -383,14 +391,13 @@ outbox_keep_due(OutboxKeptDatabase *db)
 	int64		due = OUTBOX_NEVER;
 	int			i;
 
-	if (db->end_at > outbox_keep_now)
-		due = db->end_at;
 	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
 	{
-		int64		start_at = db->relays[i].start_at;
+		OutboxKeptRelay *relay = &db->relays[i];
+		int64		at = relay->running ? relay->end_at : relay->start_at;
 
-		if (!db->relays[i].running && start_at > outbox_keep_now)
-			due = Min(due, start_at);
+		if (at > outbox_keep_now)
+			due = Min(due, at);
 	}
 	return due;
 }

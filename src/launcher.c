@@ -177,7 +177,6 @@ add_database(Oid oid)
 	db->oid = oid;
 	db->slot = -1;
 	db->probe_at = OUTBOX_NEVER;
-	db->end_at = OUTBOX_NEVER;
 	dlist_push_tail(&databases, &db->node);
 	return db;
 }

@@ -26,6 +26,7 @@ typedef struct OutboxKeptRelay
 	bool		running;		/* its end has not been dealt with yet */
 	bool		handle_asked;	/* the worker of the handle is to end */
 	int			pid_asked;		/* and this process */
+	int64		end_at;			/* not needed: ended if it is there by then */
 	int64		started_at;
 	int64		start_at;		/* the next one not before */
 	int			failures;		/* in a row */
@@ -49,7 +50,6 @@ typedef struct OutboxKeptDatabase
 	bool		owner_login;
 
 	int			slot;			/* -1: none */
-	int64		end_at;			/* relays that are left by then are ended */
 	OutboxKeptRelay relays[OUTBOX_MAX_RELAYS];
 
 	bool		swept;			/* it has no slot and is swept */
