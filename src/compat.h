@@ -15,6 +15,11 @@
 #error "outbox needs PostgreSQL 15 or later"
 #endif
 
+/* 16: SET ROLE is a right of its own; before that every member has it */
+#if PG_VERSION_NUM < 160000
+#define check_can_set_role(member, role) check_is_member_of_role(member, role)
+#endif
+
 /* 17: PGPROC numbers got a name of their own */
 #if PG_VERSION_NUM < 170000
 #define MyProcNumber (MyProc->pgprocno)

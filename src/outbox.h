@@ -387,6 +387,23 @@ extern void outbox_unshun(OutboxDatabase *db);
 extern bool outbox_redo_once(OutboxPass *pass);
 extern void outbox_redo_success(void);
 
+/* subscription.c */
+/* A subscription as those who change it look at it */
+typedef struct OutboxSubscriptionRow
+{
+	int32		id;
+	char	   *owner;
+	Oid			owner_oid;
+	bool		paused;
+} OutboxSubscriptionRow;
+
+extern void outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name);
+extern void outbox_check_name(const char *name);
+extern bool outbox_find_subscription(const char *name, OutboxSubscriptionRow *sub);
+extern void outbox_lock_routing(void);
+extern void outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid caller);
+extern void outbox_end_change(OutboxOwnerContext *context);
+
 /* notify.c */
 extern int64 outbox_notify_failures;
 extern void outbox_notify_fanned(const int64 *seqs, int nseqs);

@@ -1,0 +1,325 @@
+/*-------------------------------------------------------------------------
+ *
+ * subscribe.c
+ *		outbox.subscribe(): the definition of a subscription, checked and
+ *		stated.
+ *
+ * What is wrong with a definition is said here, when it is stated: the relay
+ * would have nobody to tell.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "outbox.h"
+
+#include "catalog/pg_type.h"
+#include "miscadmin.h"
+#include "utils/array.h"
+#include "utils/builtins.h"
+#include "utils/timestamp.h"
+
+#define MAX_PATTERNS 1000		/* of one subscription */
+#define MAX_FILTER (64 * 1024)	/* bytes of a filter */
+#define MAX_OPTIONS (64 * 1024) /* bytes of the options */
+#define MAX_INTERVAL ((double) 366 * USECS_PER_DAY)
+
+/* Arguments of outbox.subscribe() */
+enum
+{
+	ARG_NAME,
+	ARG_TYPES,
+	ARG_SCOPE,
+	ARG_FILTER,
+	ARG_COALESCING,
+	ARG_ORDERED,
+	ARG_HANDLER,
+	ARG_SINK,
+	ARG_OPTIONS,
+	ARG_MAX_ATTEMPTS,
+	ARG_RETRY_MIN,
+	ARG_RETRY_MAX,
+	ARG_LEASE,
+	NARGS
+};
+
+/* Refuse patterns of event types that are none, or match nothing. */
+static void
+check_types(ArrayType *types)
+{
+	Datum	   *texts;
+	bool	   *nulls;
+	int			ntexts;
+	bool		includes = false;
+	int			i;
+
+	if (ARR_NDIM(types) > 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("types must be a one-dimensional array")));
+	deconstruct_array(types, TEXTOID, -1, false, TYPALIGN_INT, &texts, &nulls, &ntexts);
+	if (ntexts == 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("types must not be empty"),
+				 errhint("'{*}' matches every type.")));
+	if (ntexts > MAX_PATTERNS)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("too many types"),
+				 errdetail("There are %d patterns; the limit is %d.", ntexts, MAX_PATTERNS)));
+	for (i = 0; i < ntexts; i++)
+	{
+		char	   *pattern;
+		const char *error;
+		OutboxPattern *parsed;
+
+		if (nulls[i])
+			ereport(ERROR,
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+					 errmsg("types must not contain nulls")));
+		pattern = TextDatumGetCString(texts[i]);
+		parsed = outbox_glob_parse(pattern, strlen(pattern), &error);
+		if (parsed == NULL)
+			ereport(ERROR,
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+					 errmsg("invalid pattern of event types: \"%s\"", outbox_clip(pattern, 300)),
+					 errdetail_internal("%s", error),
+					 errhint("\"*\" stands for any run of characters, \"?\" for one, and a leading \"!\" excludes.")));
+		includes |= !parsed->exclude;
+	}
+	if (!includes)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("types match nothing"),
+				 errdetail("Every pattern excludes."),
+				 errhint("Add what is to be matched, as in '{*,!order.*}'.")));
+}
+
+/* Length of an interval in us; months count 30 days, as in comparisons */
+static double
+interval_length(const Interval *span)
+{
+	return (double) span->time + (double) span->day * USECS_PER_DAY +
+		(double) span->month * DAYS_PER_MONTH * USECS_PER_DAY;
+}
+
+/* Refuse an interval that is negative, infinite or longer than a year. */
+static void
+check_interval(const Interval *span, const char *argument, bool zero_ok)
+{
+	double		length = interval_length(span);
+
+	if (span->time < 0 || span->day < 0 || span->month < 0 || (length == 0 && !zero_ok))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 zero_ok ? errmsg("%s must not be negative", argument) :
+				 errmsg("%s must be positive", argument)));
+	if (length > MAX_INTERVAL)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("%s must not be longer than a year", argument)));
+}
+
+/* Refuse an argument that takes more bytes than a limit. */
+static void
+check_size(Size size, Size limit, const char *argument)
+{
+	if (size > limit)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("%s is too long", argument),
+				 errdetail("It has %zu bytes; the limit is %zu.", size, limit)));
+}
+
+/* Refuse what cannot be the definition of a subscription. */
+static void
+check_definition(FunctionCallInfo fcinfo)
+{
+	outbox_check_not_null(fcinfo, ARG_NAME, "name");
+	outbox_check_not_null(fcinfo, ARG_TYPES, "types");
+	outbox_check_not_null(fcinfo, ARG_COALESCING, "coalescing");
+	outbox_check_not_null(fcinfo, ARG_ORDERED, "ordered");
+	outbox_check_not_null(fcinfo, ARG_OPTIONS, "options");
+	outbox_check_not_null(fcinfo, ARG_MAX_ATTEMPTS, "max_attempts");
+	outbox_check_not_null(fcinfo, ARG_RETRY_MIN, "retry_min");
+	outbox_check_not_null(fcinfo, ARG_RETRY_MAX, "retry_max");
+	outbox_check_not_null(fcinfo, ARG_LEASE, "lease");
+
+	outbox_check_name(text_to_cstring(PG_GETARG_TEXT_PP(ARG_NAME)));
+	check_types(PG_GETARG_ARRAYTYPE_P(ARG_TYPES));
+	if (!PG_ARGISNULL(ARG_SCOPE))
+		check_size(VARSIZE_ANY_EXHDR(PG_GETARG_TEXT_PP(ARG_SCOPE)), OUTBOX_MAX_SCOPE, "scope");
+	if (!PG_ARGISNULL(ARG_FILTER))
+		check_size(VARSIZE(PG_GETARG_JSONPATH_P(ARG_FILTER)), MAX_FILTER, "filter");
+
+	if (!PG_ARGISNULL(ARG_HANDLER) && !PG_ARGISNULL(ARG_SINK))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("a subscription has either a handler or a sink"),
+				 errhint("Make two subscriptions, so that each can fail and be retried alone.")));
+	if (!PG_ARGISNULL(ARG_HANDLER) || !PG_ARGISNULL(ARG_SINK))
+		ereport(ERROR,
+				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+				 PG_ARGISNULL(ARG_SINK) ? errmsg("handlers are not supported by this version") :
+				 errmsg("sinks are not supported by this version"),
+				 errhint("Leave it out: the jobs then wait in outbox.jobs.")));
+
+	if (!JB_ROOT_IS_OBJECT(PG_GETARG_JSONB_P(ARG_OPTIONS)))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("options must be a JSON object")));
+	check_size(VARSIZE(PG_GETARG_JSONB_P(ARG_OPTIONS)), MAX_OPTIONS, "options");
+	if (PG_GETARG_INT32(ARG_MAX_ATTEMPTS) < 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("max_attempts must be at least 1")));
+	check_interval(PG_GETARG_INTERVAL_P(ARG_RETRY_MIN), "retry_min", true);
+	check_interval(PG_GETARG_INTERVAL_P(ARG_RETRY_MAX), "retry_max", true);
+	check_interval(PG_GETARG_INTERVAL_P(ARG_LEASE), "lease", false);
+	if (interval_length(PG_GETARG_INTERVAL_P(ARG_RETRY_MIN)) >
+		interval_length(PG_GETARG_INTERVAL_P(ARG_RETRY_MAX)))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("retry_min must not be longer than retry_max")));
+}
+
+/*
+ * Arm the database if it has never had anything to do with outbox: not when
+ * there are subscriptions already, which have come from a dump or a copy.
+ */
+static void
+arm_new_database(void)
+{
+	static OutboxPlan arm = {
+		"INSERT INTO outbox.armed (database)"
+		" SELECT $1"
+		" WHERE NOT EXISTS (SELECT FROM outbox.armed)"
+		" AND NOT EXISTS (SELECT FROM outbox.subscriptions)"
+		" ON CONFLICT DO NOTHING",
+		1, {OIDOID}, NULL
+	};
+	Datum		value = ObjectIdGetDatum(MyDatabaseId);
+
+	if (outbox_execute(&arm, &value, NULL, SPI_OK_INSERT) > 0)
+		outbox_doorbell_note_sweep();
+}
+
+/* Values of a definition, in the order of the parameters of the statements below */
+#define DEFINITION_ARGS 11
+#define DEFINITION_TYPES \
+	TEXTOID, TEXTARRAYOID, TEXTOID, JSONPATHOID, BOOLOID, BOOLOID, JSONBOID, INT4OID, \
+	INTERVALOID, INTERVALOID, INTERVALOID
+
+/* Does a subscription have that definition already?  Then it is left alone. */
+static bool
+has_definition(Datum *values, const char *nulls)
+{
+	static OutboxPlan compare = {
+		"SELECT 1 FROM outbox.subscriptions WHERE name OPERATOR(pg_catalog.=) $1"
+		" AND types OPERATOR(pg_catalog.=) $2"
+		" AND COALESCE(scope OPERATOR(pg_catalog.=) $3, scope IS NULL AND $3 IS NULL)"
+		" AND COALESCE(filter::text OPERATOR(pg_catalog.=) $4::text, filter IS NULL AND $4 IS NULL)"
+		" AND coalescing OPERATOR(pg_catalog.=) $5 AND ordered OPERATOR(pg_catalog.=) $6"
+		" AND options OPERATOR(pg_catalog.=) $7 AND max_attempts OPERATOR(pg_catalog.=) $8"
+		" AND retry_min::text OPERATOR(pg_catalog.=) $9::text"
+		" AND retry_max::text OPERATOR(pg_catalog.=) $10::text"
+		" AND lease::text OPERATOR(pg_catalog.=) $11::text"
+		" AND handler IS NULL AND sink IS NULL",
+		DEFINITION_ARGS, {DEFINITION_TYPES}, NULL
+	};
+
+	return outbox_execute(&compare, values, nulls, SPI_OK_SELECT) > 0;
+}
+
+/* Make a subscription; returns its id. */
+static int32
+insert_subscription(Datum *values, const char *nulls)
+{
+	static OutboxPlan insert = {
+		"INSERT INTO outbox.subscriptions (name, types, scope, filter, coalescing, ordered,"
+		" options, max_attempts, retry_min, retry_max, lease, owner, owner_oid)"
+		" VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13) RETURNING id",
+		DEFINITION_ARGS + 2, {DEFINITION_TYPES, NAMEOID, OIDOID}, NULL
+	};
+	bool		isnull;
+
+	outbox_execute(&insert, values, nulls, SPI_OK_INSERT_RETURNING);
+	return DatumGetInt32(outbox_spi_value(0, 1, &isnull));
+}
+
+/* Restate the definition of a subscription; owner, pause and jobs stay. */
+static void
+update_subscription(Datum *values, const char *nulls)
+{
+	static OutboxPlan update = {
+		"UPDATE outbox.subscriptions SET types = $2, scope = $3, filter = $4,"
+		" coalescing = $5, ordered = $6, options = $7, max_attempts = $8,"
+		" retry_min = $9, retry_max = $10, lease = $11,"
+		" handler = NULL, handler_oid = NULL, sink = NULL, sink_oid = NULL"
+		" WHERE name OPERATOR(pg_catalog.=) $1",
+		DEFINITION_ARGS, {DEFINITION_TYPES}, NULL
+	};
+
+	outbox_execute(&update, values, nulls, SPI_OK_UPDATE);
+}
+
+PG_FUNCTION_INFO_V1(outbox_subscribe);
+
+/*
+ * outbox.subscribe(): make a subscription, or restate the whole definition of
+ * one.  Repeating it, as a deployment does, locks and changes nothing.
+ */
+Datum
+outbox_subscribe(PG_FUNCTION_ARGS)
+{
+	static const int arguments[] = {
+		ARG_NAME, ARG_TYPES, ARG_SCOPE, ARG_FILTER, ARG_COALESCING, ARG_ORDERED,
+		ARG_OPTIONS, ARG_MAX_ATTEMPTS, ARG_RETRY_MIN, ARG_RETRY_MAX, ARG_LEASE
+	};
+	Oid			caller = GetUserId();
+	OutboxOwnerContext context;
+	OutboxSubscriptionRow sub;
+	NameData	owner;
+	Datum		values[DEFINITION_ARGS + 2];
+	char		nulls[DEFINITION_ARGS + 2];
+	char	   *name;
+	bool		exists;
+	int			i;
+
+	Assert(PG_NARGS() == NARGS);
+	check_definition(fcinfo);
+	name = text_to_cstring(PG_GETARG_TEXT_PP(ARG_NAME));
+	memset(nulls, ' ', sizeof(nulls));
+	for (i = 0; i < lengthof(arguments); i++)
+	{
+		values[i] = PG_GETARG_DATUM(arguments[i]);
+		if (PG_ARGISNULL(arguments[i]))
+			nulls[i] = 'n';
+	}
+	namestrcpy(&owner, GetUserNameFromId(caller, false));
+	values[DEFINITION_ARGS] = NameGetDatum(&owner);
+	values[DEFINITION_ARGS + 1] = ObjectIdGetDatum(caller);
+
+	outbox_become_owner(&context);
+	outbox_spi_connect();
+	exists = outbox_find_subscription(name, &sub);
+	if (exists)
+		outbox_check_may_change(name, &sub, caller);
+	if (!exists || !has_definition(values, nulls))
+	{
+		outbox_lock_routing();
+		/* it may have come, gone or changed hands while we waited for the lock */
+		if (outbox_find_subscription(name, &sub))
+		{
+			outbox_check_may_change(name, &sub, caller);
+			update_subscription(values, nulls);
+		}
+		else
+		{
+			arm_new_database();
+			sub.id = insert_subscription(values, nulls);
+		}
+	}
+	outbox_end_change(&context);
+	PG_RETURN_INT32(sub.id);
+}
+
