@@ -251,7 +251,9 @@ outbox_worker_connect(Oid dboid, Oid userid, bool nologin)
 	if (!OidIsValid(dboid))
 	{
 		BackgroundWorkerInitializeConnection(NULL, NULL, 0);
+		SetConfigOption("application_name", MyBgworkerEntry->bgw_name, PGC_SUSET, PGC_S_OVERRIDE);
 		outbox_worker_reload();
+		pgstat_report_activity(STATE_IDLE, NULL);
 		return;
 	}
 #if PG_VERSION_NUM >= 170000
