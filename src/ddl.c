@@ -36,6 +36,7 @@
 #include "commands/extension.h"
 #include "miscadmin.h"
 #include "nodes/parsenodes.h"
+#include "postmaster/bgworker.h"
 #include "storage/latch.h"
 #include "tcop/utility.h"
 #include "utils/acl.h"

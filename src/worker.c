@@ -27,6 +27,7 @@
 #include "utils/guc.h"
 #include "utils/memutils.h"
 #include "utils/snapmgr.h"
+#include "utils/wait_event.h"
 
 StaticAssertDecl(sizeof(OutboxWorkerArgs) <= BGW_EXTRALEN,
 				 "the arguments of a worker must fit into bgw_extra");
