@@ -173,12 +173,13 @@ outbox_spi_finish(void)
 /*
  * Run one of our statements, of which the plan is kept for the life of the
  * process, and return how many rows it processed.  The caller is connected to
- * SPI.  All names in our statements are qualified, so a plan does not depend
+ * SPI, and is in the same memory context afterwards.  All names in our statements are qualified, so a plan does not depend
  * on the search_path under which it was made.
  */
 uint64
 outbox_execute(OutboxPlan *plan, Datum *values, const char *nulls, int expected)
 {
+	MemoryContext context = CurrentMemoryContext;
 	int			rc;
 
 	if (plan->plan == NULL)
@@ -192,6 +193,7 @@ outbox_execute(OutboxPlan *plan, Datum *values, const char *nulls, int expected)
 		plan->plan = prepared;
 	}
 	rc = SPI_execute_plan(plan->plan, values, nulls, false, 0);
+	MemoryContextSwitchTo(context); /* SPI leaves its own */
 	if (rc != expected)
 		elog(ERROR, "SPI_execute_plan returned %s for \"%s\"",
 			 SPI_result_code_string(rc), plan->query);
