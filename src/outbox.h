@@ -379,7 +379,7 @@ extern bool outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64
 extern void outbox_announce(List *fanned, OutboxEvent *events, int nevents);
 extern int64 outbox_retry_wait_ms(int tries);
 extern ErrorData *outbox_catch_error(MemoryContext context);
-extern char *outbox_error_text(ErrorData *edata);
+extern char *outbox_error_text(ErrorData *edata, bool detail);
 extern void outbox_shun(int64 seq);
 extern void outbox_unshun(OutboxDatabase *db);
 
@@ -403,6 +403,9 @@ extern bool outbox_find_subscription(const char *name, OutboxSubscriptionRow *su
 extern void outbox_lock_routing(void);
 extern void outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid caller);
 extern void outbox_end_change(OutboxOwnerContext *context);
+
+/* stats.c */
+extern bool outbox_read_relay(OutboxDatabase *db, Oid dboid, int i, OutboxRelay *relay);
 
 /* notify.c */
 extern int64 outbox_notify_failures;

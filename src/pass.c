@@ -72,13 +72,16 @@ hopeless(int sqlstate)
 	return sqlstate == ERRCODE_LOCK_NOT_AVAILABLE;
 }
 
-/* Text of an error as it is stored, in the current memory context */
+/*
+ * Text of an error as it is stored, in the current memory context.  The detail
+ * may hold data of the event: it is for what only the owner can read.
+ */
 char *
-outbox_error_text(ErrorData *edata)
+outbox_error_text(ErrorData *edata, bool detail)
 {
 	char	   *text;
 
-	if (edata->detail)
+	if (detail && edata->detail)
 		text = psprintf("%s: %s\nDETAIL: %s", unpack_sql_state(edata->sqlerrcode),
 						edata->message ? edata->message : "", edata->detail);
 	else
@@ -391,13 +394,13 @@ outbox_pass(OutboxPass *pass)
 		return;
 	}
 
-	pass->error = outbox_error_text(edata);
+	pass->error = outbox_error_text(edata, false);
 	ereport(LOG,
 			(errcode(edata->sqlerrcode),
-			 errmsg("outbox relay failed to fan out %d events: %s",
-					pass->claimed, edata->message ? edata->message : ""),
-			 hopeless(edata->sqlerrcode) ? 0 :
-			 errdetail("They are redone in parts.")));
+			 errmsg_plural("outbox relay failed to fan out %d event: %s",
+						   "outbox relay failed to fan out %d events: %s",
+						   pass->claimed, pass->claimed,
+						   edata->message ? edata->message : "")));
 	if (hopeless(edata->sqlerrcode) || pass->claimed == 0)
 	{
 		/* a claim that failed has posted nothing, so all of it is to be redone */
@@ -416,7 +419,7 @@ outbox_pass(OutboxPass *pass)
 		edata = outbox_catch_error(context);
 		outbox_worker_abort();
 		MemoryContextSwitchTo(context);
-		pass->error = outbox_error_text(edata);
+		pass->error = outbox_error_text(edata, false);
 		pass->trouble = true;
 		ereport(LOG,
 				(errcode(edata->sqlerrcode),

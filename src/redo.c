@@ -45,7 +45,8 @@ typedef struct Failure
 {
 	OutboxEvent *event;
 	int			sqlstate;
-	char	   *message;
+	char	   *message;		/* without detail, which may hold data */
+	char	   *text;			/* with it: kept with the event alone */
 	bool		charged;
 	bool		poisoned;
 	bool		warn_uncharged;
@@ -174,7 +175,8 @@ redo_part(Redo *redo, OutboxEvent *events, int n, bool tried)
 
 			failure->event = events;
 			failure->sqlstate = edata->sqlerrcode;
-			failure->message = outbox_error_text(edata);
+			failure->message = outbox_error_text(edata, false);
+			failure->text = outbox_error_text(edata, true);
 			redo->failures = lappend(redo->failures, failure);
 			return;
 		}
@@ -276,7 +278,7 @@ write_failures(List *failures, int first, int n, TimestampTz now)
 		columns[0][i] = PointerGetDatum(&event->tid);
 		columns[1][i] = Int16GetDatum(event->tries);
 		columns[2][i] = Int16GetDatum(event->failures);
-		columns[3][i] = CStringGetTextDatum(failure->message);
+		columns[3][i] = CStringGetTextDatum(failure->text);
 		columns[4][i] = TimestampTzGetDatum(TimestampTzPlusMilliseconds(now,
 																		 outbox_retry_wait_ms(event->tries)));
 		columns[5][i] = TimestampTzGetDatum(now);
