@@ -35,7 +35,7 @@ outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name)
 	if (PG_ARGISNULL(n))
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("argument \"%s\" must not be null", name)));
+				 errmsg("%s must not be null", name)));
 }
 
 /* The name of a subscription that is an argument, which must be given */
