@@ -289,6 +289,21 @@ run_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
 								params, queryEnv, dest, qc);
 }
 
+/*
+ * An extension was created or dropped in this database.  Relays that are
+ * there look by themselves, so that they go even if no worker can be started
+ * to have a look.
+ */
+static void
+extension_has_changed(void)
+{
+	OutboxDatabase *db = outbox_find_database(MyDatabaseId);
+
+	if (db != NULL)
+		outbox_doorbell_sweep(db);
+	outbox_launcher_tell(MyDatabaseId);
+}
+
 /* What there is to do around PREPARE TRANSACTION and what follows it */
 static void
 transaction_statement(TransactionStmt *stmt, bool done)
@@ -311,7 +326,7 @@ transaction_statement(TransactionStmt *stmt, bool done)
 	{
 		outbox_doorbell_finish_prepared(stmt->gid, true);
 		if (outbox_shared->prepared_ddl)
-			outbox_launcher_tell(MyDatabaseId);
+			extension_has_changed();
 	}
 	else if (stmt->kind == TRANS_STMT_ROLLBACK_PREPARED)
 		outbox_doorbell_finish_prepared(stmt->gid, false);
@@ -438,7 +453,7 @@ void
 outbox_ddl_at_xact_end(bool committed)
 {
 	if (committed && extension_changed)
-		outbox_launcher_tell(MyDatabaseId);
+		extension_has_changed();
 	if (committed && database_changed)
 		outbox_launcher_list_again();
 	extension_changed = false;
