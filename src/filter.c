@@ -394,21 +394,24 @@ evaluate_some(FilterLoop *loop)
 
 /*
  * An evaluation has thrown an error: is it the filter's own?  Then the target
- * is settled and the loop goes on; any other goes on its way.
+ * is settled and the loop goes on; any other goes on its way.  In either case
+ * the subtransaction must be over first: an abort of the whole transaction
+ * would take it for a savepoint of the user's.
  */
 static void
 handle_error(FilterLoop *loop)
 {
 	FilterEvent *fe = &loop->events[loop->next];
 	OutboxSubscription *sub;
-	int			sqlerrcode = geterrcode();
 	bool		slow = timer_stop();
-	bool		timed_out = (slow && sqlerrcode == ERRCODE_QUERY_CANCELED);
+	ErrorData  *error = CopyErrorData();
+	bool		timed_out = (slow && error->sqlerrcode == ERRCODE_QUERY_CANCELED);
 
-	if (!loop->evaluating || (!timed_out && !is_filter_error(sqlerrcode)))
-		PG_RE_THROW();
 	FlushErrorState();
 	RollbackAndReleaseCurrentSubTransaction();
+	if (!loop->evaluating || (!timed_out && !is_filter_error(error->sqlerrcode)))
+		ReThrowError(error);
+	FreeErrorData(error);
 
 	loop->evaluating = false;
 	sub = fe->event->targets[fe->next].sub;
