@@ -39,7 +39,7 @@ PROVE_TESTS = test/t/*.pl
 ifdef WERROR
 # Off: what the server's own headers and macros do not keep to, -Wclobbered
 # because gcc takes PG_TRY for more dangerous than it is.
-PG_CFLAGS += -Wall -Wextra -Werror -Wno-unused-parameter
+PG_CFLAGS += -Wall -Wextra -Werror -Wno-unused-parameter -Wno-sign-compare
 ifneq ($(findstring clang,$(CC)),)
 # The server was configured for gcc, and its flags come along.
 PG_CFLAGS += -Wno-unknown-warning-option -Wno-ignored-attributes \

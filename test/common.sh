@@ -130,11 +130,13 @@ find_server() {
 
 # make_scratch NAME: make a directory for what is only needed in this run, with
 # the source in outbox/ and a PostgreSQL of its own in server/, and set scratch
-# and PG_CONFIG.
+# and PG_CONFIG.  It becomes the working directory, since the tester may not be
+# let into the caller's.
 make_scratch() {
 	scratch=$(mktemp -d "/tmp/$1.XXXXXX") || exit 1
 	chmod 755 "$scratch"
 	export HOME=$scratch
+	cd "$scratch" || exit 1
 	copy_tree "$scratch/outbox"
 	private_server "$PG_CONFIG" "$scratch/server"
 	[ "$(id -u)" -ne 0 ] || chown -R "$(tester)" "$scratch"

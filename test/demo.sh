@@ -138,8 +138,8 @@ for ((i = 0; i < 100; i++)); do
 done
 exec 8>&-
 wait $listener
-heard | cut -c 1-60 | sed -e 's/^/[/' -e 's/.*/&.../' | head -n 6
-say "... $(heard | wc -l) notifications with $seqs seqs in all"
+heard | awk '{ print length($0) > 60 ? "[" substr($0, 1, 60) "..." : "[" $0 "]" }' | head -n 6
+say "$(heard | wc -l) notifications in all, with $seqs seqs"
 [ "$seqs" -eq 2004 ] || die 'not all were announced'
 
 heading 'A bad row among 200: a constraint refuses its job'
@@ -149,8 +149,8 @@ ALTER TABLE outbox.jobs ADD CONSTRAINT bad_row CHECK (event_seq <> :bad) NOT VAL
 UPDATE notes SET title = title || ' (read)' WHERE id BETWEEN 1001 AND 1200;
 CALL outbox.await_fanout(:bad, '20s');
 SELECT count(*) AS of_these, count(fanned_out_at) AS fanned_out FROM outbox.events WHERE seq > :bad - 100 AND seq <= :bad + 100;
-SELECT seq, type, subject, tries, failures, last_error FROM outbox.poisoned;
-SELECT seq, type, payload FROM outbox.events WHERE type = 'outbox.event.poisoned';
+SELECT seq, type, subject, failures, split_part(last_error, E'\n', 1) AS last_error FROM outbox.poisoned;
+SELECT seq, type, payload->'seq' AS about FROM outbox.events WHERE type = 'outbox.event.poisoned';
 SQL
 must "SELECT count(*) = 1 FROM outbox.poisoned"
 
