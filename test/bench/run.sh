@@ -76,6 +76,14 @@ CREATE PROCEDURE bench.load(n int) LANGUAGE sql AS $$
 		SELECT 'order.created', 'order/' || i, '{"total": 100}' FROM generate_series(1, n) i;
 $$;
 
+CREATE PROCEDURE bench.await() LANGUAGE plpgsql AS $$
+DECLARE
+	last bigint := (SELECT max(seq) FROM outbox.events);
+	outcome text;
+BEGIN
+	CALL outbox.await_fanout(last, '10min', outcome);
+END $$;
+
 -- seconds that the relay takes for what is unmarked
 CREATE PROCEDURE bench.relay(INOUT seconds float8) LANGUAGE plpgsql AS $$
 DECLARE
@@ -224,7 +232,7 @@ row_snapshot() {
 		fi
 		sql -c "SELECT outbox.start()" >/dev/null
 		for ((i = 0; i < n; i += chunk)); do
-			sql -c "CALL bench.load($chunk)" -c "CALL outbox.await_fanout((SELECT max(seq) FROM outbox.events), '10min')" >/dev/null
+			sql -c "CALL bench.load($chunk)" -c "CALL bench.await()" >/dev/null
 		done
 		# the measure itself: twenty small backlogs, as a steady stream would make
 		for ((i = 0; i < 5; i++)); do
