@@ -322,9 +322,11 @@ CREATE VIEW outbox.captures WITH (security_barrier) AS
 	SELECT t.tgrelid::pg_catalog.regclass AS relation,
 		d.def OPERATOR(pg_catalog.->>) 'type' AS type,
 		d.def OPERATOR(pg_catalog.->>) 'subject' AS subject,
-		d.def OPERATOR(pg_catalog.->) 'watch' AS watch,
-		d.def OPERATOR(pg_catalog.->) 'operations' AS operations,
-		d.def OPERATOR(pg_catalog.->) 'columns' AS columns,
+		CASE WHEN d.def OPERATOR(pg_catalog.->) 'watch' IS NOT NULL THEN ARRAY(
+			SELECT c::name FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'watch') c) END AS watch,
+		ARRAY(SELECT o FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'operations') o) AS operations,
+		CASE WHEN d.def OPERATOR(pg_catalog.->) 'columns' IS NOT NULL THEN ARRAY(
+			SELECT c::name FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'columns') c) END AS columns,
 		d.def OPERATOR(pg_catalog.->>) 'scope' AS scope,
 		t.tgenabled OPERATOR(pg_catalog.<>) 'D' AS enabled,
 		t.tgname AS trigger
@@ -334,7 +336,7 @@ CREATE VIEW outbox.captures WITH (security_barrier) AS
 			SELECT p.oid FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid OPERATOR(pg_catalog.=) p.pronamespace
 			WHERE p.proname OPERATOR(pg_catalog.=) 'capture_row' AND n.nspname OPERATOR(pg_catalog.=) 'outbox')
 		AND t.tgparentid OPERATOR(pg_catalog.=) 0;
-COMMENT ON VIEW outbox.captures IS 'captured tables';
+COMMENT ON VIEW outbox.captures IS 'captured tables, with the definition of each capture as outbox.capture takes it';
 
 CREATE VIEW outbox.poisoned WITH (security_barrier) AS
 	SELECT seq, type, subject, scope, payload, headers, recorded_at, tries, failures, last_error, poisoned_at

@@ -189,7 +189,8 @@ operations_argument(List *names)
 
 /*
  * Check the type of a capture as far as it is known before there is a row:
- * with the longest operation for {op} and a letter for a column.
+ * with the longest operation for {op}.  A column stands for itself where its
+ * name could stand in a type, so that the message shows what was said.
  */
 static void
 check_type_template(const char *type)
@@ -202,8 +203,14 @@ check_type_template(const char *type)
 	{
 		OutboxTemplatePart *part = (OutboxTemplatePart *) lfirst(lc);
 
-		appendStringInfoString(&buf, part->is_op ? "updated" :
-							   part->is_column ? "x" : part->text);
+		if (part->is_op)
+			appendStringInfoString(&buf, "updated");
+		else if (!part->is_column)
+			appendStringInfoString(&buf, part->text);
+		else if (strspn(part->text, "abcdefghijklmnopqrstuvwxyz0123456789_") == strlen(part->text))
+			appendStringInfo(&buf, "{%s}", part->text);
+		else
+			appendStringInfoString(&buf, "{}");
 	}
 	outbox_check_type(buf.data, buf.len, false);
 }
@@ -353,7 +360,7 @@ check_partitions(Relation rel, const char *type)
 
 /* Say what a capture of this table will not do, though nobody is at fault. */
 static void
-warn_limits(Relation rel)
+warn_limits(Relation rel, int operations)
 {
 	Oid			relid = RelationGetRelid(rel);
 	Oid			extension = getExtensionOfObject(RelationRelationId, relid);
@@ -365,6 +372,16 @@ warn_limits(Relation rel)
 				 errmsg("tables that inherit from \"%s\" are not captured with it",
 						RelationGetRelationName(rel)),
 				 errhint("Call outbox.capture for each of them.")));
+	if (rel->rd_rel->relkind == RELKIND_PARTITIONED_TABLE &&
+		(operations & OUTBOX_CAPTURE_UPDATE) &&
+		(operations & (OUTBOX_CAPTURE_INSERT | OUTBOX_CAPTURE_DELETE)) !=
+		(OUTBOX_CAPTURE_INSERT | OUTBOX_CAPTURE_DELETE))
+		ereport(WARNING,
+				(errcode(ERRCODE_WARNING),
+				 errmsg("an update that moves a row of \"%s\" to another partition is not recorded in full",
+						RelationGetRelationName(rel)),
+				 errdetail("It deletes and creates the row, and the capture is not of both."),
+				 errhint("Add insert and delete to the operations.")));
 	if (OidIsValid(extension))
 		ereport(WARNING,
 				(errcode(ERRCODE_WARNING),
@@ -429,10 +446,9 @@ check_definition(Relation rel, OutboxCaptureDefinition *def)
 
 /* Make the trigger of a capture, or replace it. */
 static void
-make_trigger(Relation rel, OutboxCaptureDefinition *def, const char *argument,
+make_trigger(Oid relid, OutboxCaptureDefinition *def, const char *argument,
 			 OutboxFoundCapture *old)
 {
-	Oid			relid = RelationGetRelid(rel);
 	const char *name = old != NULL ? old->name : trigger_name(def->type);
 	StringInfoData buf;
 	const char *glue = "";
@@ -508,10 +524,9 @@ outbox_capture(PG_FUNCTION_ARGS)
 		PG_RETURN_BOOL(false);
 	}
 	check_partitions(rel, def.type);
-	if (found == NULL)
-		warn_limits(rel);
-	make_trigger(rel, &def, argument, found);
+	warn_limits(rel, def.operations);
 	relation_close(rel, NoLock);
+	make_trigger(relid, &def, argument, found);
 	PG_RETURN_BOOL(true);
 }
 
@@ -546,6 +561,7 @@ outbox_uncapture(PG_FUNCTION_ARGS)
 
 	/* the lock that DROP TRIGGER takes */
 	rel = open_owned(relid, AccessExclusiveLock);
+	relation_close(rel, NoLock);
 	foreach(lc, outbox_captures_of(relid))
 	{
 		OutboxFoundCapture *found = (OutboxFoundCapture *) lfirst(lc);
@@ -572,9 +588,8 @@ outbox_uncapture(PG_FUNCTION_ARGS)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
 				 errmsg("table \"%s\" is captured as \"%s\" with the table of which it is a partition",
-						RelationGetRelationName(rel), clone->def.type),
+						get_rel_name(relid), clone->def.type),
 				 errhint("Call outbox.uncapture for %s.", outbox_relation_name(root))));
 	}
-	relation_close(rel, NoLock);
 	PG_RETURN_INT32(n);
 }

@@ -38,7 +38,6 @@
 #include "utils/json.h"
 #include "utils/lsyscache.h"
 #include "utils/numeric.h"
-#include "utils/pg_locale.h"
 #include "utils/typcache.h"
 #include "utils/xml.h"
 
@@ -80,7 +79,8 @@ pin(OutboxPins *pins, int wanted)
 		if (xmloption != XMLOPTION_CONTENT)
 			pin_setting("xmloption", "content");
 	}
-	if ((wanted & OUTBOX_PIN_MONETARY) && strcmp(locale_monetary, "C") != 0)
+	if ((wanted & OUTBOX_PIN_MONETARY) &&
+		strcmp(GetConfigOption("lc_monetary", false, false), "C") != 0)
 		pin_setting("lc_monetary", "C");
 	pins->pinned |= wanted;
 }
@@ -437,7 +437,7 @@ check_size(OutboxColumn *column, Datum value)
 
 	if (column->typlen != -1)
 		return;
-	size = toast_raw_datum_size(value);
+	size = toast_raw_datum_size(value) - VARHDRSZ;
 	if (size > OUTBOX_MAX_PAYLOAD)
 		ereport(ERROR,
 				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
