@@ -323,10 +323,10 @@ CREATE VIEW outbox.captures WITH (security_barrier) AS
 		d.def OPERATOR(pg_catalog.->>) 'type' AS type,
 		d.def OPERATOR(pg_catalog.->>) 'subject' AS subject,
 		CASE WHEN d.def OPERATOR(pg_catalog.->) 'watch' IS NOT NULL THEN ARRAY(
-			SELECT c::name FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'watch') c) END AS watch,
+			SELECT c::pg_catalog.name FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'watch') c) END AS watch,
 		ARRAY(SELECT o FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'operations') o) AS operations,
 		CASE WHEN d.def OPERATOR(pg_catalog.->) 'columns' IS NOT NULL THEN ARRAY(
-			SELECT c::name FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'columns') c) END AS columns,
+			SELECT c::pg_catalog.name FROM pg_catalog.jsonb_array_elements_text(d.def OPERATOR(pg_catalog.->) 'columns') c) END AS columns,
 		d.def OPERATOR(pg_catalog.->>) 'scope' AS scope,
 		t.tgenabled OPERATOR(pg_catalog.<>) 'D' AS enabled,
 		t.tgname AS trigger
