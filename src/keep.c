@@ -245,6 +245,19 @@ relay_ended(OutboxKeptDatabase *db, OutboxKeptRelay *relay, OutboxRelayEnd end, 
 		db->probe_at = Min(db->probe_at, relay->start_at);
 }
 
+/* The extension has changed: earlier failures of its relays tell nothing. */
+void
+outbox_keep_forgive(OutboxKeptDatabase *db)
+{
+	int			i;
+
+	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
+	{
+		db->relays[i].failures = 0;
+		db->relays[i].start_at = outbox_keep_now;
+	}
+}
+
 /* Start a relay. */
 static void
 start_relay(OutboxKeptDatabase *db, int number)
@@ -373,7 +386,9 @@ outbox_keep_relays(OutboxKeptDatabase *db)
 			 * A probe that is due comes first; one that waits for another
 			 * relay comes now, but not one that waits because it failed.
 			 */
-			if (db->probed && !db->probing && db->probe_at == OUTBOX_NEVER)
+			if (db->probing)
+				continue;
+			if (db->probed && db->probe_at == OUTBOX_NEVER)
 				start_relay(db, i);
 			else if (db->probe_failures == 0)
 				db->probe_at = Min(db->probe_at, outbox_keep_now);

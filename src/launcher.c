@@ -294,8 +294,10 @@ take_tells(void)
 			told |= tells[i] == db->oid;
 		if (told && db->ours)
 		{
+			/* what kept it or its relays from working may be over */
 			db->probe_failures = 0;
 			db->probe_at = outbox_keep_now;
+			outbox_keep_forgive(db);
 		}
 	}
 }

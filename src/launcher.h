@@ -66,6 +66,7 @@ extern BackgroundWorkerHandle *outbox_keep_start(const char *type, const char *f
 extern bool outbox_keep_ended(BackgroundWorkerHandle **handle);
 extern void outbox_keep_assign_slot(OutboxKeptDatabase *db);
 extern void outbox_keep_owner(OutboxKeptDatabase *db, Oid owner, bool login);
+extern void outbox_keep_forgive(OutboxKeptDatabase *db);
 extern void outbox_keep_relays(OutboxKeptDatabase *db);
 extern int64 outbox_keep_due(OutboxKeptDatabase *db);
 extern int64 outbox_keep_retry_start(void);
