@@ -18,7 +18,8 @@
 
 /* Times in ms */
 #define HEALTHY_AFTER 60000		/* the waits of a relay that lived so long begin anew */
-#define START_INTERVAL 1000		/* between two starts of a relay */
+#define START_INTERVAL 100		/* between two starts of a relay, whatever ended it */
+#define ENDED_AT_ONCE 1000		/* a relay that lived no longer has done nothing */
 #define GO_BY_ITSELF 5000		/* for a relay to find out that it is not needed */
 #define NO_ROOM_LOG_INTERVAL 600000 /* between two messages about it */
 
@@ -231,14 +232,14 @@ relay_ended(OutboxKeptDatabase *db, OutboxKeptRelay *relay, OutboxRelayEnd end, 
 	 * extension is there, waits like one that fails.  Once is no reason: the
 	 * extension may have been dropped and created again.
 	 */
-	if (end == OUTBOX_END_FAILED || lived < START_INTERVAL)
+	if (end == OUTBOX_END_FAILED || lived < ENDED_AT_ONCE)
 		relay->failures++;
 	else
 		relay->failures = 0;
 	if (end == OUTBOX_END_FAILED || relay->failures > 1)
 		relay->start_at = outbox_keep_now + outbox_keep_wait(relay->failures);
 	else
-		relay->start_at = outbox_keep_now;
+		relay->start_at = relay->started_at + START_INTERVAL;
 
 	/* the extension, its owner or what the owner may do has changed perhaps */
 	if (wanted)
@@ -254,7 +255,7 @@ outbox_keep_forgive(OutboxKeptDatabase *db)
 	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
 	{
 		db->relays[i].failures = 0;
-		db->relays[i].start_at = outbox_keep_now;
+		db->relays[i].start_at = Min(db->relays[i].start_at, outbox_keep_now + START_INTERVAL);
 	}
 }
 
