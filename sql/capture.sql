@@ -223,11 +223,11 @@ DROP TRIGGER wrong ON notes;
 CREATE SCHEMA "Sch.ema""; DROP TABLE outbox.events;--";
 CREATE TABLE "Sch.ema""; DROP TABLE outbox.events;--"."we""ird Tab.le'%s%n" (
 	"select" int PRIMARY KEY, "Col,1" text, "a""b" text, "it's" text, "$$" text, "back\slash" text,
-	"7" text, "ü😀" text, "%s" text, "x'); DROP TABLE outbox.events;--" text);
+	"7" text, "1st" text, "%s" text, "x'); DROP TABLE outbox.events;--" text);
 SELECT outbox.capture('"Sch.ema""; DROP TABLE outbox.events;--"."we""ird Tab.le''%s%n"', 'x''-{op}-{Col,1}-$$',
-	'{select}/{a"b}/{it''s}/{$$}/{back\slash}/{7}/{ü😀}/{%s}/{x''); DROP TABLE outbox.events;--}',
-	ARRAY['select', 'Col,1', 'a"b', 'it''s', '$$', 'back\slash', '7', 'ü😀', '%s', 'x''); DROP TABLE outbox.events;--'],
-	scope => 'ü😀');
+	'{select}/{a"b}/{it''s}/{$$}/{back\slash}/{7}/{1st}/{%s}/{x''); DROP TABLE outbox.events;--}',
+	ARRAY['select', 'Col,1', 'a"b', 'it''s', '$$', 'back\slash', '7', '1st', '%s', 'x''); DROP TABLE outbox.events;--'],
+	scope => '1st');
 SELECT outbox.capture(relation, type, subject, watch, operations, columns, scope)
 	FROM outbox.captures WHERE type LIKE 'x%';
 SELECT relation, type, subject, watch, scope FROM outbox.captures WHERE type LIKE 'x%';

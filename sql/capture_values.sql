@@ -166,7 +166,6 @@ SELECT type, length(payload->'new'->>'t') AS new, length(payload->'old'->>'t') A
 UPDATE large SET t = repeat('x', 64 * 1024 * 1024 + 1);
 SELECT outbox.capture('large', 'large.{op}', columns => '{id}');
 UPDATE large SET t = repeat('x', 64 * 1024 * 1024 + 1);
-UPDATE large SET t = repeat('y', 64 * 1024 * 1024 + 1);
 SELECT type, payload->'old' AS old FROM recorded();
 DROP TABLE large;
 
