@@ -9,12 +9,13 @@ use warnings FATAL => 'all';
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Test::More;
+use Time::HiRes qw(usleep);
 
 use Exporter 'import';
 our @EXPORT = qw(
   new_server set_conf drained wait_drained wait_for relay_pid relay_pids
   wait_relay settled is_conserved violations install_gate wait_at_gate
-  open_gate install_faults listener slow seeded
+  open_gate install_faults listener kill_postmaster slow seeded
 );
 
 # The long versions of some tests are for a night, or a release.
@@ -276,8 +277,10 @@ sub install_gate
 	CREATE TABLE public.gates (point text PRIMARY KEY);
 	CREATE FUNCTION public.gate() RETURNS trigger LANGUAGE plpgsql AS $$
 	BEGIN
-		IF TG_ARGV[0] = 'half' AND NEW.event_seq % 10 <> 5 THEN
-			RETURN NEW;
+		IF TG_ARGV[0] = 'half' THEN
+			IF NEW.event_seq % 10 <> 5 THEN
+				RETURN NEW;
+			END IF;
 		END IF;
 		WHILE EXISTS (SELECT FROM public.gates WHERE point = TG_ARGV[0]) LOOP
 			PERFORM pg_catalog.pg_sleep(0.005);
@@ -299,13 +302,17 @@ sub wait_at_gate
 {
 	my ($node, $db) = @_;
 
-	$db //= 'postgres';
-	wait_for($node, 'a relay at the gate',
-		q{SELECT count(*) = 1 FROM pg_catalog.pg_stat_activity
-			WHERE backend_type = 'outbox relay' AND wait_event = 'PgSleep' AND datname = current_database()}, $db);
-	return $node->safe_psql($db,
-		q{SELECT pid FROM pg_catalog.pg_stat_activity
-			WHERE backend_type = 'outbox relay' AND wait_event = 'PgSleep' AND datname = current_database()});
+	foreach (1 .. 50 * $PostgreSQL::Test::Utils::timeout_default)
+	{
+		# between two naps it is not seen to sleep
+		my $pid = $node->safe_psql($db // 'postgres', q{
+			SELECT pid FROM pg_catalog.pg_stat_activity
+			WHERE backend_type = 'outbox relay' AND wait_event = 'PgSleep' AND datname = current_database() LIMIT 1});
+
+		return $pid if $pid ne '';
+		usleep(20_000);
+	}
+	die 'no relay comes to the gate';
 }
 
 sub open_gate
@@ -314,6 +321,42 @@ sub open_gate
 
 	$node->safe_psql($db // 'postgres', 'DELETE FROM public.gates');
 	return;
+}
+
+# State and parent of a process; nothing when there is none
+sub process_status
+{
+	my ($pid) = @_;
+	my $status = '';
+
+	if (open(my $file, '<', "/proc/$pid/status"))
+	{
+		local $/;
+		$status = <$file> // '';
+	}
+	return unless $status =~ /^State:\s+(\w).*^PPid:\s+(\d+)/ms;
+	return ($1, $2);
+}
+
+# kill -9 of the postmaster.  Returns when its children have noticed, so that
+# the server can be started again.
+sub kill_postmaster
+{
+	my ($node) = @_;
+	my ($postmaster) = slurp_file($node->data_dir . '/postmaster.pid') =~ /^(\d+)/;
+	my @children = grep { ((process_status($_))[1] // 0) == $postmaster }
+	  map { m,/proc/(\d+)$, } glob '/proc/[0-9]*';
+
+	$node->kill9;
+	foreach (1 .. 100 * $PostgreSQL::Test::Utils::timeout_default)
+	{
+		# the next postmaster takes even a zombie for a running one
+		return
+		  unless process_status($postmaster)
+		  || grep { ((process_status($_))[0] // 'Z') ne 'Z' } @children;
+		usleep(10_000);
+	}
+	die 'the postmaster or its children live on';
 }
 
 # Let jobs of some events fail.  A row of public.faults names the seq (null:
