@@ -22,13 +22,13 @@ REGRESS = install \
 	$(filter-out install,$(patsubst $(srcdir)/sql/%.sql,%,$(sort $(wildcard $(srcdir)/sql/*.sql))))
 REGRESS_OPTS = \
 	--inputdir=$(srcdir) \
-	--temp-instance=./tmp_check/regress \
+	--temp-instance=./tmp_check \
 	--temp-config=$(srcdir)/test/regress.conf
 
 ISOLATION = $(patsubst $(srcdir)/test/isolation/specs/%.spec,%,$(sort $(wildcard $(srcdir)/test/isolation/specs/*.spec)))
 ISOLATION_OPTS = \
 	--inputdir=$(srcdir)/test/isolation \
-	--temp-instance=./tmp_check/isolation \
+	--temp-instance=./tmp_check_iso \
 	--temp-config=$(srcdir)/test/regress.conf
 
 TAP_TESTS = 1
@@ -48,8 +48,6 @@ else
 PG_CFLAGS += -Wno-clobbered
 endif
 endif
-
-EXTRA_CLEAN = tmp_check output_iso results regression.diffs regression.out
 
 PG_CONFIG ?= pg_config
 PGXS := $(shell $(PG_CONFIG) --pgxs)

@@ -73,7 +73,7 @@ install_packages() {
 copy_tree() {
 	mkdir -p "$1"
 	tar -C "$top" --exclude=.git --exclude='*.o' --exclude='*.bc' \
-		--exclude='*.so' --exclude=tmp_check --exclude=results \
+		--exclude='*.so' --exclude="tmp_check*" --exclude=results \
 		--exclude=output_iso --exclude='regression.*' -cf - . |
 		tar -C "$1" -xf -
 }

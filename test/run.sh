@@ -101,8 +101,7 @@ pg_regress_suite() {
 	fi
 	[ -n "$total" ] && [ -z "${bad:-}" ] && return
 	for file in "$scratch/outbox/$output/regression.diffs" \
-		"$scratch/outbox/tmp_check/$kind/log/"*.log \
-		"$scratch/outbox/$output/log/"*.log; do
+		"$scratch/outbox/$output/log/postmaster.log"; do
 		[ ! -e "$file" ] || show "$file" 200
 	done
 }
