@@ -22,13 +22,13 @@ REGRESS = install \
 	$(filter-out install,$(patsubst $(srcdir)/sql/%.sql,%,$(sort $(wildcard $(srcdir)/sql/*.sql))))
 REGRESS_OPTS = \
 	--inputdir=$(srcdir) \
-	--temp-instance=./tmp_check \
+	--temp-instance=./tmp_check --encoding=UTF8 --no-locale \
 	--temp-config=$(srcdir)/test/regress.conf
 
 ISOLATION = $(patsubst $(srcdir)/test/isolation/specs/%.spec,%,$(sort $(wildcard $(srcdir)/test/isolation/specs/*.spec)))
 ISOLATION_OPTS = \
 	--inputdir=$(srcdir)/test/isolation \
-	--temp-instance=./tmp_check_iso \
+	--temp-instance=./tmp_check_iso --encoding=UTF8 --no-locale \
 	--temp-config=$(srcdir)/test/regress.conf
 
 TAP_TESTS = 1

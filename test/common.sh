@@ -141,3 +141,24 @@ make_scratch() {
 	private_server "$PG_CONFIG" "$scratch/server"
 	[ "$(id -u)" -ne 0 ] || chown -R "$(tester)" "$scratch"
 }
+
+# remove_scratch: stop what still runs in there, which a test that was ended may
+# have left, and remove it.
+remove_scratch() {
+	local file pid
+
+	[ -n "${scratch:-}" ] || return 0
+	while read -r file; do
+		pid=$(head -n 1 "$file")
+		case $(readlink "/proc/$pid/cwd") in
+			"$scratch"/*)
+				kill -QUIT "$pid"
+				for ((i = 0; i < 100; i++)); do
+					[ -e "/proc/$pid" ] || break
+					sleep 0.1
+				done
+				;;
+		esac
+	done < <(find "$scratch" -name postmaster.pid -type f 2>/dev/null)
+	cd / && rm -rf "$scratch"
+}

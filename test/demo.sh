@@ -24,7 +24,7 @@ finish() {
 		say '--- the server'"'"'s log'
 		tail -n 30 "$scratch/log"
 	fi
-	rm -rf "${scratch:-}"
+	remove_scratch
 	exit $status
 }
 trap finish EXIT

@@ -29,7 +29,7 @@ finish() {
 	if [ -n "${OUTBOX_KEEP:-}" ]; then
 		say "Kept $scratch"
 	else
-		rm -rf "${scratch:-}"
+		remove_scratch
 	fi
 }
 trap finish EXIT
