@@ -418,10 +418,16 @@ COMMENT ON VIEW outbox.stat_subscription IS
 	'subscriptions that the current role may see, and what waits for them; waiting counts to 100,000 at most';
 
 /*
- * Rights: nothing to PUBLIC, whatever the default privileges say; outbox.grant gives what a role needs.
+ * Rights: nothing to anybody but the owner, whatever default privileges say;
+ * outbox.grant gives what a role needs.
  */
 
 REVOKE ALL ON SCHEMA outbox FROM PUBLIC;
 REVOKE ALL ON ALL TABLES IN SCHEMA outbox FROM PUBLIC;
 REVOKE ALL ON ALL SEQUENCES IN SCHEMA outbox FROM PUBLIC;
 REVOKE ALL ON ALL ROUTINES IN SCHEMA outbox FROM PUBLIC;
+
+CREATE FUNCTION outbox.revoke_defaults() RETURNS boolean
+	LANGUAGE c STRICT VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_revoke_defaults';
+SELECT outbox.revoke_defaults();
+DROP FUNCTION outbox.revoke_defaults();

@@ -53,6 +53,13 @@ static const RightsItem items[] = {
 	{ALL_WORDS, "EXECUTE", "ROUTINE", "await_fanout"},
 	{RECORD, "EXECUTE", "ROUTINE", "capture"},
 	{RECORD, "EXECUTE", "ROUTINE", "uncapture"},
+
+	/*
+	 * A new partition of a captured table gets a copy of the trigger, and a
+	 * restored table the trigger itself, which its owner can only make with
+	 * this.  It lets nobody record what outbox.record() would refuse.
+	 */
+	{RECORD, "EXECUTE", "ROUTINE", "capture_row"},
 	{RECORD | ADMIN, "EXECUTE", "ROUTINE", "capture_definition"},
 	{RECORD | ADMIN, "SELECT", "TABLE", "captures"},
 
@@ -267,4 +274,55 @@ Datum
 outbox_revoke(PG_FUNCTION_ARGS)
 {
 	PG_RETURN_BOOL(change_rights(fcinfo, false));
+}
+
+PG_FUNCTION_INFO_V1(outbox_revoke_defaults);
+
+/*
+ * Last step of the install script: take back what default privileges have
+ * given to anybody but the owner.  A role that may make a trigger on our
+ * tables would run its code as the relay.
+ */
+Datum
+outbox_revoke_defaults(PG_FUNCTION_ARGS)
+{
+	static OutboxPlan read = {
+		"SELECT DISTINCT pg_catalog.format('REVOKE ALL ON %s %s FROM %s CASCADE', x.kind, x.name,"
+		" CASE WHEN a.grantee OPERATOR(pg_catalog.=) 0 THEN 'PUBLIC'"
+		" ELSE (SELECT pg_catalog.quote_ident(r.rolname) FROM pg_catalog.pg_roles r"
+		" WHERE r.oid OPERATOR(pg_catalog.=) a.grantee) END)"
+		" FROM ("
+		" SELECT 'ROUTINE' AS kind, p.oid::pg_catalog.regprocedure::text AS name, p.proacl AS acl, p.proowner AS owner"
+		" FROM pg_catalog.pg_proc p WHERE p.pronamespace OPERATOR(pg_catalog.=) 'outbox'::pg_catalog.regnamespace"
+		" UNION ALL"
+		" SELECT CASE WHEN c.relkind OPERATOR(pg_catalog.=) 'S' THEN 'SEQUENCE' ELSE 'TABLE' END,"
+		" c.oid::pg_catalog.regclass::text, c.relacl, c.relowner"
+		" FROM pg_catalog.pg_class c WHERE c.relnamespace OPERATOR(pg_catalog.=) 'outbox'::pg_catalog.regnamespace"
+		" UNION ALL"
+		" SELECT 'SCHEMA', n.oid::pg_catalog.regnamespace::text, n.nspacl, n.nspowner"
+		" FROM pg_catalog.pg_namespace n WHERE n.nspname OPERATOR(pg_catalog.=) 'outbox'"
+		") x, pg_catalog.aclexplode(x.acl) a"
+		" WHERE a.grantee OPERATOR(pg_catalog.<>) x.owner",
+		0, {0}, NULL
+	};
+	List	   *commands = NIL;
+	ListCell   *lc;
+	uint64		n;
+	uint64		i;
+
+	if (!creating_extension)
+		ereport(ERROR,
+				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
+				 errmsg("this function is for the install script of the extension")));
+	outbox_spi_connect();
+	n = outbox_execute(&read, NULL, NULL, SPI_OK_SELECT);
+	for (i = 0; i < n; i++)
+		commands = lappend(commands, outbox_spi_string(i, 1));
+	foreach(lc, commands)
+	{
+		if (SPI_execute((const char *) lfirst(lc), false, 0) != SPI_OK_UTILITY)
+			elog(ERROR, "could not run \"%s\"", (char *) lfirst(lc));
+	}
+	outbox_spi_finish();
+	PG_RETURN_BOOL(n > 0);
 }

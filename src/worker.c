@@ -35,6 +35,9 @@ StaticAssertDecl(sizeof(OutboxWorkerArgs) <= BGW_EXTRALEN,
 /* SIGTERM came: an end by this is no failure */
 static volatile sig_atomic_t asked_to_end = false;
 
+/* A transaction of ours is under way, which SIGINT may cancel */
+static volatile sig_atomic_t may_cancel = false;
+
 /* Context of the caller's loop, which transactions switch away from */
 static MemoryContext loop_context = NULL;
 
@@ -53,7 +56,8 @@ static const struct
 	int			since;			/* first version that has it */
 }			pinned[] =
 {
-	/* what could end or delay a transaction; first, as it counts at once */
+	/* what could end the worker, or end or delay a transaction; it counts at once */
+	{"exit_on_error", "off", 0},
 	{"transaction_timeout", "0", 170000},
 	{"statement_timeout", "0", 0},
 	{"idle_in_transaction_session_timeout", "0", 0},
@@ -101,6 +105,11 @@ static const struct
 	{"enable_hashagg", "on", 0},
 	{"enable_material", "on", 0},
 	{"max_parallel_workers_per_gather", "0", 0},
+#if PG_VERSION_NUM >= 160000
+	{"debug_parallel_query", "off", 160000},
+#else
+	{"force_parallel_mode", "off", 0},
+#endif
 	{"jit", "off", 0},
 };
 
@@ -116,6 +125,17 @@ handle_sigterm(SIGNAL_ARGS)
 }
 
 /*
+ * SIGINT: cancel what is under way.  Where nothing is, the server's handler
+ * would end an idle worker by an error.
+ */
+static void
+handle_sigint(SIGNAL_ARGS)
+{
+	if (may_cancel)
+		StatementCancelHandler(PASS_SIGNAL_ARGS);
+}
+
+/*
  * Install the signal handlers and let signals in.  SIGUSR1 stays as the server
  * has set it: database DDL elsewhere waits for every process to answer it.
  */
@@ -123,6 +143,7 @@ void
 outbox_worker_signals(void)
 {
 	pqsignal(SIGHUP, SignalHandlerForConfigReload);
+	pqsignal(SIGINT, handle_sigint);
 	pqsignal(SIGTERM, handle_sigterm);
 	BackgroundWorkerUnblockSignals();
 
@@ -285,6 +306,7 @@ void
 outbox_worker_begin(const char *activity)
 {
 	loop_context = CurrentMemoryContext;
+	may_cancel = true;
 	SetCurrentStatementStartTimestamp();
 	StartTransactionCommand();
 	outbox_spi_connect();
@@ -296,6 +318,8 @@ outbox_worker_begin(const char *activity)
 static void
 transaction_ended(void)
 {
+	may_cancel = false;
+	QueryCancelPending = false;
 	stats_pending = pgstat_report_stat(false) > 0;
 	pgstat_report_activity(STATE_IDLE, NULL);
 	MemoryContextSwitchTo(loop_context);
