@@ -72,9 +72,15 @@ wait_drained($node, 'ended in the middle of a pass');
 is_conserved($node, 'ended in the middle of a pass');
 
 # A query cancel ends nothing
-$node->safe_psql('postgres', "SELECT pg_cancel_backend($relay)");
-works('a relay that was told to cancel');
-is(pid_of('outbox relay'), $relay, 'is the same');
+$node->safe_psql('postgres', "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE backend_type LIKE 'outbox %'");
+works('a relay that was told to cancel while it was idle');
+$node->safe_psql('postgres', q{INSERT INTO gates VALUES ('marked'); SELECT outbox.record('x.gate')});
+is(wait_at_gate($node), $relay, 'a relay in the middle of a pass');
+$node->safe_psql('postgres', q{DELETE FROM gates; SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE backend_type LIKE 'outbox %'});
+wait_drained($node, 'cancelled in the middle of a pass');
+is_conserved($node, 'cancelled in the middle of a pass');
+is(pid_of('outbox relay'), $relay, 'the relay is the same');
+is(pid_of('outbox launcher'), $launcher, 'so is the launcher');
 
 # Again and again
 my $offset = -s $node->logfile;
@@ -129,7 +135,6 @@ foreach my $type ('outbox relay', 'outbox launcher')
 
 	$node->safe_psql('postgres', q{INSERT INTO gates VALUES ('marks'); SELECT outbox.record('x.crash') FROM generate_series(1, 300)});
 	wait_at_gate($node);
-	$node->safe_psql('postgres', 'CREATE TABLE unlogged_gate AS SELECT 1');
 	kill 'KILL', $pid;
 	$node->poll_query_until('postgres', "SELECT NOT pg_is_in_recovery() AND NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = $pid)")
 	  or die 'no recovery';
@@ -138,10 +143,8 @@ foreach my $type ('outbox relay', 'outbox launcher')
 	is_conserved($node, "$type killed");
 	works("a relay after $type was killed");
 	is(scalar(relay_pids($node)), 1, 'one relay');
-	$node->safe_psql('postgres', 'DROP TABLE unlogged_gate');
 }
-my $postmaster = (split /\n/, slurp_file($node->data_dir . '/postmaster.pid'))[0];
-$node->kill9;
+kill_postmaster($node);
 $node->start;
 works('a relay after the postmaster was killed');
 
