@@ -259,6 +259,9 @@ make_fanout(OutboxEvent *event)
 		pair->key.val.string.len = strlen(target->sub->name);
 		pair->value.type = jbvNumeric;
 		pair->value.val.numeric = int64_to_numeric(winner->job);
+		Assert(i == 0 || pair[-1].key.val.string.len < pair->key.val.string.len ||
+			   (pair[-1].key.val.string.len == pair->key.val.string.len &&
+				strcmp(pair[-1].key.val.string.val, pair->key.val.string.val) < 0));
 	}
 	return PointerGetDatum(JsonbValueToJsonb(&object));
 }

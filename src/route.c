@@ -287,7 +287,21 @@ parse_patterns(const LoadedSubscription *loaded)
 	return result;
 }
 
-/* Put members of a group in its two lists; they come in key order. */
+/* By key order */
+static int
+compare_members(const void *a, const void *b)
+{
+	const OutboxSubscription *sa = *(OutboxSubscription *const *) a;
+	const OutboxSubscription *sb = *(OutboxSubscription *const *) b;
+
+	return (sa > sb) - (sa < sb);
+}
+
+/*
+ * Put members of a group in its two lists.  The list without scopes must be in
+ * key order: from it fanout is built, and jsonb finds no key that is out of
+ * order.
+ */
 static void
 fill_group(RouteGroup *group, OutboxSubscription **members, int nmembers)
 {
@@ -302,6 +316,7 @@ fill_group(RouteGroup *group, OutboxSubscription **members, int nmembers)
 		else
 			group->scoped[group->nscoped++] = members[i];
 	}
+	qsort(group->unscoped, group->nunscoped, sizeof(OutboxSubscription *), compare_members);
 	qsort(group->scoped, group->nscoped, sizeof(OutboxSubscription *), compare_scopes);
 }
 
