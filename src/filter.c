@@ -142,18 +142,22 @@ timer_stop(void)
 	return result;
 }
 
-/* Does an error in the evaluation mean no match? */
+/*
+ * Does an error in the evaluation mean no match?  All do but trouble of the
+ * server, and that of the session: else one filter could stop all events.
+ */
 static bool
 is_filter_error(int sqlerrcode)
 {
 	switch (ERRCODE_TO_CATEGORY(sqlerrcode))
 	{
-		case ERRCODE_FEATURE_NOT_SUPPORTED:
-		case ERRCODE_DATA_EXCEPTION:
-		case ERRCODE_PROGRAM_LIMIT_EXCEEDED:
-			return true;
-		default:
+		case ERRCODE_TRANSACTION_ROLLBACK:
+		case ERRCODE_INSUFFICIENT_RESOURCES:
+		case ERRCODE_OPERATOR_INTERVENTION:
+		case ERRCODE_SYSTEM_ERROR:
 			return false;
+		default:
+			return true;
 	}
 }
 

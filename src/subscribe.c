@@ -15,6 +15,7 @@
 #include "miscadmin.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
+#include "utils/fmgrprotos.h"
 #include "utils/timestamp.h"
 
 #define MAX_PATTERNS 1000		/* of one subscription */
@@ -130,6 +131,48 @@ check_size(Size size, Size limit, const char *argument)
 				 errdetail("It has %zu bytes; the limit is %zu.", size, limit)));
 }
 
+/*
+ * Refuse a filter with a variable that no event has: it would be an error, and
+ * so no match, each time.  In the text of a path a variable is a quoted name
+ * after "$", which cannot be mistaken for anything else outside of quotes.
+ */
+static void
+check_filter(Datum filter)
+{
+	static const char *const known[] = {"type", "subject", "scope", "headers"};
+	const char *p;
+	int			i;
+
+	check_size(VARSIZE(DatumGetJsonPathP(filter)), MAX_FILTER, "filter");
+	for (p = DatumGetCString(DirectFunctionCall1(jsonpath_out, filter)); *p; p++)
+	{
+		bool		variable = (p[0] == '$' && p[1] == '"');
+		const char *name;
+		int			len;
+
+		if (variable)
+			p++;
+		if (*p != '"')
+			continue;
+		name = ++p;
+		while (*p && *p != '"')
+			p += (p[0] == '\\' && p[1] != '\0') ? 2 : 1;
+		len = p - name;
+		for (i = 0; variable && i < lengthof(known); i++)
+		{
+			if (len == (int) strlen(known[i]) && strncmp(name, known[i], len) == 0)
+				variable = false;
+		}
+		if (variable)
+			ereport(ERROR,
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+					 errmsg("filter uses an unknown variable: \"%s\"", pnstrdup(name, len)),
+					 errhint("There are $type, $subject, $scope and $headers; the payload is $ alone.")));
+		if (*p == '\0')
+			break;
+	}
+}
+
 /* Refuse what cannot be the definition of a subscription. */
 static void
 check_definition(FunctionCallInfo fcinfo)
@@ -149,7 +192,7 @@ check_definition(FunctionCallInfo fcinfo)
 	if (!PG_ARGISNULL(ARG_SCOPE))
 		check_size(VARSIZE_ANY_EXHDR(PG_GETARG_TEXT_PP(ARG_SCOPE)), OUTBOX_MAX_SCOPE, "scope");
 	if (!PG_ARGISNULL(ARG_FILTER))
-		check_size(VARSIZE(PG_GETARG_JSONPATH_P(ARG_FILTER)), MAX_FILTER, "filter");
+		check_filter(PG_GETARG_DATUM(ARG_FILTER));
 
 	if (!PG_ARGISNULL(ARG_HANDLER) && !PG_ARGISNULL(ARG_SINK))
 		ereport(ERROR,
