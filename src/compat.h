@@ -17,7 +17,7 @@
 
 /* 16: SET ROLE is a right of its own; before that every member has it */
 #if PG_VERSION_NUM < 160000
-#define check_can_set_role(member, role) check_is_member_of_role(member, role)
+#define member_can_set_role(member, role) is_member_of_role(member, role)
 #endif
 
 /* 17: PGPROC numbers got a name of their own */

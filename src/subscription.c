@@ -334,7 +334,10 @@ outbox_set_owner(PG_FUNCTION_ARGS)
 	owner = NameStr(*PG_GETARG_NAME(1));
 	begin_change(name, &sub, &context);
 	owner_oid = get_role_oid(owner, false);
-	check_can_set_role(context.userid, owner_oid);
+	if (!member_can_set_role(context.userid, owner_oid))
+		ereport(ERROR,
+				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
+				 errmsg("must be able to SET ROLE \"%s\"", owner)));
 	changed = write_owner(&sub, owner, owner_oid);
 	outbox_end_change(&context);
 	PG_RETURN_BOOL(changed);
