@@ -28,6 +28,7 @@
 #include "access/table.h"
 #include "catalog/indexing.h"
 #include "catalog/objectaccess.h"
+#include "catalog/pg_authid.h"
 #include "catalog/pg_class.h"
 #include "catalog/pg_database.h"
 #include "catalog/pg_extension.h"
@@ -184,6 +185,27 @@ owns_database(Oid dboid)
 #endif
 }
 
+/*
+ * May the current role create and rename databases?  The server's own function
+ * for this is not exported by every minor release of 15.
+ */
+static bool
+may_create_databases(void)
+{
+	HeapTuple	tuple;
+	bool		result = false;
+
+	if (superuser())
+		return true;
+	tuple = SearchSysCache1(AUTHOID, ObjectIdGetDatum(GetUserId()));
+	if (HeapTupleIsValid(tuple))
+	{
+		result = ((Form_pg_authid) GETSTRUCT(tuple))->rolcreatedb;
+		ReleaseSysCache(tuple);
+	}
+	return result;
+}
+
 /* May the current role copy a database, as far as createdb() asks? */
 static bool
 may_copy_database(Oid dboid)
@@ -191,7 +213,7 @@ may_copy_database(Oid dboid)
 	HeapTuple	tuple;
 	bool		istemplate = false;
 
-	if (!have_createdb_privilege())
+	if (!may_create_databases())
 		return false;
 	tuple = SearchSysCache1(DATABASEOID, ObjectIdGetDatum(dboid));
 	if (HeapTupleIsValid(tuple))
@@ -243,7 +265,7 @@ database_to_close(Node *stmt, bool *by_server)
 	}
 	else if (IsA(stmt, RenameStmt) && ((RenameStmt *) stmt)->renameType == OBJECT_DATABASE)
 	{
-		if (have_createdb_privilege())
+		if (may_create_databases())
 			name = ((RenameStmt *) stmt)->subname;
 	}
 	else if (IsA(stmt, AlterDatabaseStmt))

@@ -367,6 +367,9 @@ typedef struct OutboxPass
 	int64		fanned;
 	int64		jobs;
 	int64		failures;		/* events that failed alone */
+	int			poisoned;
+	int			unwritten;		/* failures that could not be written down */
+	char	   *unwritten_error;
 	bool		retry_set;		/* some event waits for retry_at now */
 	bool		gone;			/* the extension is not there any more */
 	bool		trouble;		/* nothing went: the relay should back off */
@@ -386,6 +389,7 @@ extern void outbox_unshun(OutboxDatabase *db);
 /* redo.c */
 extern bool outbox_redo_once(OutboxPass *pass);
 extern void outbox_redo_success(void);
+extern void outbox_redo_report(OutboxPass *pass);
 
 /* subscription.c */
 /* A subscription as those who change it look at it */

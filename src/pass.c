@@ -427,6 +427,7 @@ outbox_pass(OutboxPass *pass)
 						edata->message ? edata->message : "")));
 	}
 	PG_END_TRY();
+	outbox_redo_report(pass);
 }
 
 /* Look up the earliest retry_at, and whether the database is at rest. */

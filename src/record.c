@@ -265,11 +265,17 @@ int64
 outbox_record_event(Datum type, Datum subject, Datum payload, Datum scope,
 					Datum headers, Datum not_before, const bool *nulls, bool internal)
 {
-	static OutboxPlan insert = {
-		"INSERT INTO outbox.events (type, subject, payload, scope, headers, not_before)"
-		" VALUES ($1, $2, $3, $4, $5, $6) RETURNING seq",
-		6, {TEXTOID, TEXTOID, JSONBOID, TEXTOID, JSONBOID, TIMESTAMPTZOID}, NULL
-	};
+#define INSERT_EVENT { \
+		"INSERT INTO outbox.events (type, subject, payload, scope, headers, not_before)" \
+		" VALUES ($1, $2, $3, $4, $5, $6) RETURNING seq", \
+		6, {TEXTOID, TEXTOID, JSONBOID, TEXTOID, JSONBOID, TIMESTAMPTZOID}, NULL \
+	}
+
+	/*
+	 * One for the caller and one for when we are the owner: a plan is made
+	 * anew whenever search_path is not that of the last time.
+	 */
+	static OutboxPlan insert[2] = {INSERT_EVENT, INSERT_EVENT};
 	Datum		values[6];
 	char		flags[6];
 	bool		isnull;
@@ -289,7 +295,7 @@ outbox_record_event(Datum type, Datum subject, Datum payload, Datum scope,
 	recording_internal = internal;
 	PG_TRY();
 	{
-		outbox_execute(&insert, values, flags, SPI_OK_INSERT_RETURNING);
+		outbox_execute(&insert[InLocalUserIdChange() ? 1 : 0], values, flags, SPI_OK_INSERT_RETURNING);
 	}
 	PG_FINALLY();
 	{

@@ -307,7 +307,7 @@ write_failures(List *failures, int first, int n, TimestampTz now)
 
 /* As write_failures, in a subtransaction; false when it was rolled back. */
 static bool
-try_write_failures(List *failures, int first, int n, TimestampTz now)
+try_write_failures(OutboxPass *pass, List *failures, int first, int n, TimestampTz now)
 {
 	MemoryContext context = CurrentMemoryContext;
 	ResourceOwner owner = CurrentResourceOwner;
@@ -325,10 +325,7 @@ try_write_failures(List *failures, int first, int n, TimestampTz now)
 		ErrorData  *edata = outbox_catch_error(context);
 
 		RollbackAndReleaseCurrentSubTransaction();
-		ereport(LOG,
-				(errcode(edata->sqlerrcode),
-				 errmsg("outbox relay could not write down the failure of an event: %s",
-						edata->message)));
+		pass->unwritten_error = edata->message;
 		ok = false;
 	}
 	PG_END_TRY();
@@ -352,16 +349,17 @@ record_failures(Redo *redo)
 
 	if (n == 0)
 		return 0;
-	if (try_write_failures(redo->failures, 0, n, now))
+	if (try_write_failures(redo->pass, redo->failures, 0, n, now))
 		return n;
 	for (i = n - 1; i >= 0; i--)
 	{
 		Failure    *failure = list_nth(redo->failures, i);
 
-		if (n > 1 && try_write_failures(redo->failures, i, 1, now))
+		if (n > 1 && try_write_failures(redo->pass, redo->failures, i, 1, now))
 			written++;
 		else
 		{
+			redo->pass->unwritten++;
 			outbox_shun(failure->event->seq);
 			redo->failures = list_delete_nth_cell(redo->failures, i);
 		}
@@ -373,7 +371,7 @@ record_failures(Redo *redo)
 static void
 report_failures(Redo *redo)
 {
-	int			npoisoned = 0;
+	OutboxPass *pass = redo->pass;
 	ListCell   *lc;
 
 	foreach(lc, redo->failures)
@@ -383,11 +381,12 @@ report_failures(Redo *redo)
 
 		if (failure->poisoned)
 		{
-			if (++npoisoned <= MAX_POISON_WARNINGS)
+			if (++pass->poisoned <= MAX_POISON_WARNINGS)
 				ereport(WARNING,
 						(errcode(ERRCODE_WARNING),
-						 errmsg("outbox event " INT64_FORMAT " is poisoned after %d failures",
-								event->seq, event->failures),
+						 errmsg_plural("outbox event " INT64_FORMAT " is poisoned after %d failure",
+									   "outbox event " INT64_FORMAT " is poisoned after %d failures",
+									   event->failures, event->seq, event->failures),
 						 errdetail_log("%s", failure->message),
 						 errhint("Mend the cause, then call outbox.requeue(" INT64_FORMAT ").",
 								 event->seq)));
@@ -402,11 +401,27 @@ report_failures(Redo *redo)
 							event->seq),
 					 errdetail_log("%s", failure->message)));
 	}
-	if (npoisoned > MAX_POISON_WARNINGS)
+}
+
+/* At the end of a whole redo: say what was not said one by one. */
+void
+outbox_redo_report(OutboxPass *pass)
+{
+	int			more = pass->poisoned - MAX_POISON_WARNINGS;
+
+	if (more > 0)
 		ereport(WARNING,
 				(errcode(ERRCODE_WARNING),
-				 errmsg("%d more outbox events are poisoned",
-						npoisoned - MAX_POISON_WARNINGS)));
+				 errmsg_plural("%d more outbox event is poisoned",
+							   "%d more outbox events are poisoned",
+							   more, more)));
+	if (pass->unwritten > 0)
+		ereport(LOG,
+				(errcode(ERRCODE_WARNING),
+				 errmsg_plural("outbox relay could not write down the failure of %d event: %s",
+							   "outbox relay could not write down the failures of %d events: %s",
+							   pass->unwritten, pass->unwritten,
+							   pass->unwritten_error ? pass->unwritten_error : "")));
 }
 
 /*
@@ -431,10 +446,12 @@ outbox_redo_once(OutboxPass *pass)
 	pass->trouble = in_trouble(&redo);
 	failure = redo.failures ? linitial(redo.failures) : NULL;
 	pass->failures += list_length(redo.failures);
-	if (redo.failures != NIL && record_failures(&redo) == 0 && redo.fanned == NIL)
-		pass->trouble = true;
 	if (redo.failures != NIL)
+	{
 		pass->retry_set = true;
+		if (record_failures(&redo) == 0 && redo.fanned == NIL)
+			pass->trouble = true;
+	}
 	outbox_worker_commit();
 
 	if (failure != NULL)

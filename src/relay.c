@@ -45,7 +45,9 @@ static bool holding = false;
 static bool started = false;	/* has swept once */
 static bool resting = false;	/* not armed, or stopped */
 static bool heard = false;		/* a notification asks for a sweep */
-static int	troubles = 0;		/* turns in trouble, in a row */
+static int	troubles = 0;		/* passes over fresh events in trouble, in a row */
+static int	retry_troubles = 0; /* the same of retries */
+static bool retried = false;	/* the last turn was one of retries */
 static TimestampTz backoff_until = 0;
 
 /* Post what was taken and not finished; at exit, or when a pass failed. */
@@ -93,17 +95,21 @@ count_pass(const OutboxPass *pass)
 	SpinLockRelease(&db->mutex);
 }
 
-/* Look up when the next retry is due, and share it with the other relays. */
+/*
+ * Look up when the next retry is due, and share it with the other relays.  Not
+ * before wait_ms from now: somebody holds the row that is due, or nothing went.
+ */
 static void
-read_next_retry(bool nothing_claimed)
+read_next_retry(int64 wait_ms)
 {
 	TimestampTz next = outbox_pass_next_retry(&resting);
 
-	/* due, but somebody holds its row: do not spin */
-	if (nothing_claimed && next != 0)
-		next = Max(next, TimestampTzPlusMilliseconds(GetCurrentTimestamp(), SWEEP_PAUSE_MS));
+	if (next != 0 && wait_ms > 0)
+		next = Max(next, TimestampTzPlusMilliseconds(GetCurrentTimestamp(), wait_ms));
 	SpinLockAcquire(&db->mutex);
-	db->next_retry = next;
+	/* another relay may have set a nearer one since we read */
+	if (next != 0 && (db->next_retry == 0 || next < db->next_retry))
+		db->next_retry = next;
 	SpinLockRelease(&db->mutex);
 }
 
@@ -187,6 +193,7 @@ run_pass(bool retry)
 
 	pass.retry = retry;
 	pass.range = held;
+	holding = !retry;
 	pass.db = db;
 	set_state(OUTBOX_RELAY_PASS);
 	outbox_pass(&pass);
@@ -195,14 +202,27 @@ run_pass(bool retry)
 	count_pass(&pass);
 
 	/* what a full claim left has been posted; this is what was ours */
-	if (!retry && holding)
+	if (holding)
 		held = pass.range;
 	if (pass.trouble)
 		put_back(0, (Datum) 0);
 	holding = false;
-	if (retry || pass.retry_set)
-		read_next_retry(retry && pass.claimed == 0);
-	return pass.trouble ? TURN_TROUBLE : TURN_DONE;
+	if (!retry)
+	{
+		if (pass.retry_set)
+			read_next_retry(0);
+		troubles = pass.trouble ? troubles + 1 : 0;
+		return pass.trouble ? TURN_TROUBLE : TURN_DONE;
+	}
+
+	/*
+	 * That events which have failed before fail again says nothing of fresh
+	 * ones: the retries wait, and the relay goes on.
+	 */
+	retry_troubles = pass.trouble ? retry_troubles + 1 : 0;
+	read_next_retry(pass.trouble ? outbox_retry_wait_ms(retry_troubles) :
+					pass.claimed == 0 ? SWEEP_PAUSE_MS : 0);
+	return TURN_DONE;
 }
 
 /*
@@ -215,19 +235,24 @@ take_turn(TimestampTz now)
 	if (take_sweep(now))
 	{
 		outbox_route_forget();
-		read_next_retry(false);
+		read_next_retry(0);
 		outbox_doorbell_post(db, OUTBOX_SEQ_MIN, OUTBOX_SEQ_MAX);
 	}
-	if (take_retry(now))
+
+	/* after a retry others come first: what fails all the time must not */
+	if (retried && outbox_doorbell_take(db, &held))
+	{
+		retried = false;
+		return run_pass(false);
+	}
+	retried = take_retry(now);
+	if (retried)
 	{
 		outbox_unshun(db);
 		return run_pass(true);
 	}
 	if (outbox_doorbell_take(db, &held))
-	{
-		holding = true;
 		return run_pass(false);
-	}
 	return TURN_IDLE;
 }
 
@@ -239,7 +264,7 @@ static void
 back_off(void)
 {
 	backoff_until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(),
-												outbox_retry_wait_ms(++troubles));
+												outbox_retry_wait_ms(troubles));
 	set_state(OUTBOX_RELAY_BACKOFF);
 }
 
@@ -265,7 +290,12 @@ outbox_relay_main(Datum main_arg)
 		proc_exit(0);
 	db = &outbox_shared->databases[args.slot];
 	me = &db->relays[args.relay];
-	before_shmem_exit(put_back, (Datum) 0);
+
+	/*
+	 * After the callback that rolls the transaction back: another relay would
+	 * take the range now and skip the rows that are locked still.
+	 */
+	on_shmem_exit(put_back, (Datum) 0);
 	turn_context = AllocSetContextCreate(TopMemoryContext, "outbox relay turn",
 										 ALLOCSET_DEFAULT_SIZES);
 	outbox_listen_update();
@@ -297,9 +327,7 @@ outbox_relay_main(Datum main_arg)
 		}
 		if (turn == TURN_TROUBLE)
 			back_off();
-		else if (turn == TURN_DONE)
-			troubles = 0;
-		else
+		else if (turn == TURN_IDLE)
 		{
 			set_state(backoff_until > now ? OUTBOX_RELAY_BACKOFF :
 					  resting ? OUTBOX_RELAY_RESTING : OUTBOX_RELAY_IDLE);
