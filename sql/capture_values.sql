@@ -60,11 +60,13 @@ SET quote_all_identifiers = on;
 SET xmloption = document;
 SET search_path = pg_catalog;
 DO $$ BEGIN PERFORM set_config('lc_monetary', 'en_US.UTF-8', false); EXCEPTION WHEN OTHERS THEN NULL; END $$;
+BEGIN;
 CALL capture_test.fill();
 -- it is still the session's settings
 SELECT current_setting('timezone') AS timezone, current_setting('datestyle') AS datestyle, current_setting('intervalstyle') AS intervalstyle,
 	current_setting('bytea_output') AS bytea_output, current_setting('extra_float_digits') AS extra_float_digits,
 	current_setting('search_path') AS search_path, current_setting('quote_all_identifiers') AS quote_all_identifiers;
+COMMIT;
 RESET timezone;
 RESET datestyle;
 RESET intervalstyle;
