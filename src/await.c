@@ -141,6 +141,20 @@ await(int64 seq, TimestampTz until)
 	return result;
 }
 
+/* A time to wait, in microseconds: a century at most */
+static int64
+interval_us(const Interval *interval)
+{
+	double		us = ((double) interval->month * DAYS_PER_MONTH + interval->day) * USECS_PER_DAY +
+		interval->time;
+
+	if (us < 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("timeout must not be negative")));
+	return (int64) Min(us, 36525.0 * USECS_PER_DAY);
+}
+
 PG_FUNCTION_INFO_V1(outbox_await_fanout);
 
 /*
@@ -167,24 +181,18 @@ outbox_await_fanout(PG_FUNCTION_ARGS)
 				 errhint("CALL it by itself, with autocommit on.")));
 	if (PG_ARGISNULL(0))
 		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("seq must not be null")));
 	if (PG_ARGISNULL(1))
 		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("timeout must not be null")));
 	if (outbox_shared == NULL)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
 				 errmsg("outbox is not loaded via \"shared_preload_libraries\"")));
 	seq = PG_GETARG_INT64(0);
-	until = DatumGetTimestampTz(DirectFunctionCall2(timestamptz_pl_interval,
-													TimestampTzGetDatum(GetCurrentTimestamp()),
-													PG_GETARG_DATUM(1)));
-	if (until < GetCurrentTimestamp() - USECS_PER_SEC)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("timeout must not be negative")));
+	until = GetCurrentTimestamp() + interval_us(PG_GETARG_INTERVAL_P(1));
 
 	if (SPI_connect_ext(SPI_OPT_NONATOMIC) != SPI_OK_CONNECT)
 		elog(ERROR, "SPI_connect_ext failed");

@@ -163,7 +163,7 @@ make_row_text(OutboxCapture *capture, CaptureRow *row, OutboxCaptureText *text, 
 		value = outbox_column_value(part->column, slot, &isnull);
 		if (isnull && text == &capture->type)
 			ereport(ERROR,
-					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 					 errmsg("column \"%s\" in the type of the event is null",
 							part->column->name)));
 		if (isnull)

@@ -292,7 +292,7 @@ check_objects(CheckState *state)
 			   "trigger %s of table outbox.%s does not always fire", text_at(i, 2), text_at(i, 1));
 	if (query(&routing) != 1)
 		report(state, CHECK_ERROR,
-			   "It must hold one row: INSERT INTO outbox.routing VALUES (1).",
+			   "Give it a version that it never had: INSERT INTO outbox.routing SELECT EXTRACT(epoch FROM now()) * 1000000.",
 			   "table outbox.routing does not hold one row, without which no relay can work");
 	n = query(&captures);
 	for (i = 0; i < n; i++)
@@ -332,21 +332,21 @@ check_events(CheckState *state)
 	if (n > 0 && TimestampDifferenceExceeds(time_at(0, 2), GetCurrentTimestamp(), 60 * 1000))
 		report(state, CHECK_WARNING,
 			   "If nothing else is said here, a transaction may hold them locked, or the relay is behind: see outbox.stat_relay.",
-			   INT64_FORMAT "%s events wait to be fanned out; the oldest was recorded %s",
+			   "events that wait to be fanned out: " INT64_FORMAT "%s; the oldest was recorded %s",
 			   n, n == 100000 ? " or more" : "", ago(time_at(0, 2)));
 	query(&retrying);
 	n = int8_at(0, 1);
 	if (n > 0)
 		report(state, CHECK_WARNING,
 			   "They are tried again by themselves; remove the cause.",
-			   INT64_FORMAT "%s events failed and wait for their next try, at %s or later: %s",
+			   "events that failed and wait for their next try: " INT64_FORMAT "%s; the next at %s, after: %s",
 			   n, n == 1000 ? " or more" : "", timestamptz_to_str(time_at(0, 2)), text_at(0, 3));
 	query(&poisoned);
 	n = int8_at(0, 1);
 	if (n > 0)
 		report(state, CHECK_WARNING,
 			   "View outbox.poisoned says why; outbox.requeue puts one back in line, outbox.discard gives it up.",
-			   INT64_FORMAT "%s events are poisoned, the first since %s",
+			   "poisoned events: " INT64_FORMAT "%s; the first was set aside %s",
 			   n, n == 100000 ? " or more" : "", ago(time_at(0, 2)));
 }
 
@@ -395,7 +395,7 @@ check_subscriptions(CheckState *state)
 	n = query(&paused);
 	for (i = 0; i < n; i++)
 		report(state, CHECK_NOTICE, "outbox.resume() ends the pause.",
-			   "subscription \"%s\" was paused %s; " INT64_FORMAT "%s jobs wait", text_at(i, 1),
+			   "subscription \"%s\" was paused %s; jobs that wait: " INT64_FORMAT "%s", text_at(i, 1),
 			   ago(time_at(i, 2)), int8_at(i, 3), int8_at(i, 3) == 10000 ? " or more" : "");
 	n = query(&unread);
 	for (i = 0; i < n; i++)

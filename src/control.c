@@ -20,7 +20,7 @@ check_not_null(bool isnull, const char *name)
 {
 	if (isnull)
 		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("%s must not be null", name)));
 }
 

@@ -291,7 +291,7 @@ database_to_close(Node *stmt, bool *by_server)
 		return InvalidOid;
 
 	dboid = get_database_oid(name, true);
-	if (!OidIsValid(dboid) || dboid == MyDatabaseId ||
+	if (!OidIsValid(dboid) || (dboid == MyDatabaseId && !copy) ||
 		!(copy ? may_copy_database(dboid) : owns_database(dboid)))
 		return InvalidOid;
 	return dboid;

@@ -5,7 +5,7 @@
  *
  * A path is data, not code of a user's: it can do no harm but take its time.
  * So each evaluation may use FILTER_LIMIT of processor time, and each
- * subscription FILTER_SHARE in one call.  Beyond that, and for a payload of
+ * subscription FILTER_SHARE in one call, all of them FILTER_TOTAL.  Beyond that, and for a payload of
  * more than MAX_FILTERED bytes, the filter is left to who takes the job
  * (filter_pending).
  *
@@ -35,6 +35,7 @@
 #define FILTER_TICK 10			/* ms between two ticks */
 #define FILTER_LIMIT 50000		/* us for one evaluation */
 #define FILTER_SHARE 250000		/* us for one subscription in one call */
+#define FILTER_TOTAL 1000000	/* us for all of them in one call */
 #define MAX_FILTERED (1024 * 1024)	/* bytes of payload */
 
 /* An event of which some filter must be evaluated */
@@ -57,6 +58,7 @@ typedef struct FilterLoop
 	Jsonb	   *payload;		/* NULL: not read yet */
 	Jsonb	   *vars;
 	bool		evaluating;		/* an error now is one of the filter */
+	int64		spent;			/* time that all filters took, in us */
 } FilterLoop;
 
 /* What the handler of the timer looks at and sets */
@@ -349,7 +351,7 @@ evaluate_next(FilterLoop *loop, FilterEvent *fe)
 		fe->next++;
 		return;
 	}
-	if (sub->slow_filter || sub->filter_spent > FILTER_SHARE ||
+	if (sub->slow_filter || sub->filter_spent > FILTER_SHARE || loop->spent > FILTER_TOTAL ||
 		toast_raw_datum_size(fe->content.payload) - VARHDRSZ > MAX_FILTERED)
 	{
 		settle(fe, false, true);
@@ -369,6 +371,7 @@ evaluate_next(FilterLoop *loop, FilterEvent *fe)
 	accepted = path_accepts(sub->filter, loop->payload, loop->vars);
 	sub->slow_filter = timer_stop();
 	sub->filter_spent += charged;
+	loop->spent += charged;
 	loop->evaluating = false;
 	MemoryContextSwitchTo(old);
 
@@ -421,6 +424,7 @@ handle_error(FilterLoop *loop)
 	sub = fe->event->targets[fe->next].sub;
 	sub->slow_filter = slow;
 	sub->filter_spent += charged;
+	loop->spent += charged;
 	settle(fe, false, timed_out);
 	MemoryContextReset(loop->context);
 }

@@ -41,12 +41,15 @@ check_databases(char **newval, void **extra, GucSource source)
 {
 	char	   *raw;
 	List	   *names;
+	ListCell   *lc;
 	bool		ok;
 
 	if (strcmp(*newval, "*") == 0)
 		return true;
 	raw = pstrdup(*newval);
 	ok = SplitIdentifierString(raw, ',', &names);
+	foreach(lc, names)
+		ok &= strcmp((char *) lfirst(lc), "*") != 0;
 	if (!ok)
 		GUC_check_errdetail("It must be '*' or a list of database names separated by commas.");
 	list_free(names);

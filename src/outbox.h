@@ -284,6 +284,7 @@ extern void outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs);
 
 /* record.c */
 extern void outbox_record_poisoned(const OutboxEvent *event, const char *error);
+extern bool outbox_printable(const char *p, int len);
 extern void outbox_check_type(const char *type, int len, bool internal);
 extern int64 outbox_record_event(Datum type, Datum subject, Datum payload, Datum scope,
 								 Datum headers, Datum not_before, const bool *nulls,

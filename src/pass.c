@@ -253,7 +253,8 @@ claim(OutboxPass *pass, int64 *version)
 	if (isnull)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
-				 errmsg("outbox.routing has no row")));
+				 errmsg("table outbox.routing is empty"),
+				 errhint("See outbox.check().")));
 	SPI_freetuptable(SPI_tuptable);
 	return events;
 }

@@ -37,17 +37,16 @@
 static bool recording_internal = false;
 
 /*
- * May a character stand in the type of an event?  Not a space or a control
- * character, in ASCII or in Unicode, nor one that changes the direction of
- * what follows, nor one that means something in a pattern.
+ * Is a character neither a space nor a control character, in ASCII or in UTF8,
+ * nor one that changes the direction of what follows?
  */
-static bool
-type_character_ok(const char *p, int len)
+bool
+outbox_printable(const char *p, int len)
 {
 	unsigned char c = (unsigned char) *p;
 
 	if (!IS_HIGHBIT_SET(c))
-		return c > ' ' && c != 0x7f && strchr("*?[]\\", c) == NULL;
+		return c > ' ' && c != 0x7f;
 	if (GetDatabaseEncoding() == PG_UTF8 && len > 1)
 	{
 		pg_wchar	u = utf8_to_unicode((const unsigned char *) p);
@@ -88,7 +87,7 @@ outbox_check_type(const char *type, int len, bool internal)
 	{
 		int			mblen = pg_mblen(p);
 
-		if (!type_character_ok(p, mblen))
+		if (!outbox_printable(p, mblen) || strchr("*?[]\\", *p) != NULL)
 			ereport(ERROR,
 					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 					 errmsg("invalid character in the type of an event: \"%s\"",
@@ -329,11 +328,11 @@ outbox_record(PG_FUNCTION_ARGS)
 		nulls[i] = PG_ARGISNULL(i);
 	if (nulls[0])
 		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("type of an event must not be null")));
 	if (nulls[2])
 		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("payload of an event must not be null"),
 				 errhint("Leave the argument out, or pass 'null'::jsonb.")));
 	{

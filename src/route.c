@@ -25,6 +25,7 @@
 
 #include "catalog/pg_type.h"
 #include "mb/pg_wchar.h"
+#include "miscadmin.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/hsearch.h"
@@ -243,7 +244,7 @@ load_subscriptions(int64 *version, int *nsubs)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
 				 errmsg("table outbox.routing is empty"),
-				 errhint("It must hold one row: INSERT INTO outbox.routing VALUES (1).")));
+				 errhint("See outbox.check().")));
 	*version = DatumGetInt64(outbox_spi_value(0, 1, &isnull));
 	(void) outbox_spi_value(0, 2, &isnull);
 	*nsubs = isnull ? 0 : (int) nrows;
@@ -475,6 +476,7 @@ try_groups(List *result, List *groups, const char *type, int len)
 
 		if (group->tried_for == cache->lookups)
 			continue;
+		CHECK_FOR_INTERRUPTS();
 		group->tried_for = cache->lookups;
 		if (outbox_glob_match_list(group->patterns, type, len, outbox_char_length))
 			result = lappend(result, group);

@@ -19,6 +19,7 @@
 #include "utils/timestamp.h"
 
 #define MAX_PATTERNS 1000		/* of one subscription */
+#define MAX_WILDCARDS 100		/* of them with a wildcard: each costs the relay time */
 #define MAX_FILTER (64 * 1024)	/* bytes of a filter */
 #define MAX_OPTIONS (64 * 1024) /* bytes of the options */
 #define MAX_INTERVAL ((double) 366 * USECS_PER_DAY)
@@ -49,6 +50,7 @@ check_types(ArrayType *types)
 	Datum	   *texts;
 	bool	   *nulls;
 	int			ntexts;
+	int			wildcards = 0;
 	bool		includes = false;
 	int			i;
 
@@ -86,7 +88,13 @@ check_types(ArrayType *types)
 					 errdetail_internal("%s", error),
 					 errhint("\"*\" stands for any run of characters, \"?\" for one, and a leading \"!\" excludes.")));
 		includes |= !parsed->exclude;
+		wildcards += (strpbrk(parsed->text, "*?") != NULL);
 	}
+	if (wildcards > MAX_WILDCARDS)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("too many types with a wildcard"),
+				 errdetail("There are %d; the limit is %d.", wildcards, MAX_WILDCARDS)));
 	if (!includes)
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),

@@ -21,6 +21,7 @@
 #include "catalog/pg_type.h"
 #include "commands/trigger.h"
 #include "funcapi.h"
+#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "utils/acl.h"
 #include "utils/builtins.h"
@@ -34,7 +35,7 @@ outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name)
 {
 	if (PG_ARGISNULL(n))
 		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("%s must not be null", name)));
 }
 
@@ -61,9 +62,9 @@ outbox_check_name(const char *name)
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("name of a subscription is too long"),
 				 errdetail("It has %zu bytes; the limit is %d.", strlen(name), MAX_NAME)));
-	for (p = name; *p; p++)
+	for (p = name; *p; p += pg_mblen(p))
 	{
-		if ((unsigned char) *p < ' ' || *p == 0x7f)
+		if (*p != ' ' && !outbox_printable(p, pg_mblen(p)))
 			ereport(ERROR,
 					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 					 errmsg("name of a subscription must not have control characters")));
