@@ -163,7 +163,7 @@ check_relay(CheckState *state, int i, const OutboxRelay *relay)
 {
 	if (relay->pid == 0)
 		report(state, CHECK_ERROR,
-			   psprintf("See the server's log. \"max_worker_processes\" is %s, and has to suffice for the launcher, "
+			   psprintf("It may be starting; if this stays, see the server's log. \"max_worker_processes\" is %s, and has to suffice for the launcher, "
 						"the relays of every database, one more, and all other background workers.",
 						GetConfigOption("max_worker_processes", false, false)),
 			   "relay %d of this database is not running%s%s", i + 1,
@@ -209,7 +209,7 @@ check_relays(CheckState *state)
 		if (used == outbox_shared->ndatabases)
 			report(state, CHECK_WARNING,
 				   "Raise \"outbox.max_databases\" and restart the server.",
-				   "all %d databases of \"outbox.max_databases\" are taken: this one is only swept every %d s",
+				   "the room for %d of \"outbox.max_databases\" is taken: this database is only swept every %d s",
 				   used, outbox_sweep_interval / 1000);
 		else
 			report(state, CHECK_ERROR,
@@ -258,7 +258,7 @@ check_armed(CheckState *state)
 		report(state, CHECK_ERROR, "Call outbox.start().",
 			   "outbox.stop() was called %s: events wait unmarked", ago(stopped_at));
 	if (!subscriptions)
-		report(state, CHECK_NOTICE,
+		report(state, here ? CHECK_NOTICE : CHECK_WARNING,
 			   here ? "Make one with outbox.subscribe." :
 			   "Make one with outbox.subscribe, or call outbox.arm().",
 			   "there is no subscription: events %s", here ? "get no jobs" : "wait unmarked");
@@ -389,7 +389,7 @@ check_subscriptions(CheckState *state)
 		report(state, CHECK_WARNING,
 			   reborn ? "If it is the same, call outbox.adopt; else outbox.set_owner." :
 			   "Give it to another role with outbox.set_owner, or end it with outbox.unsubscribe.",
-			   "subscription \"%s\" rests: its owner, role \"%s\", %s", text_at(i, 1), text_at(i, 2),
+			   "subscription \"%s\" has no owner: role \"%s\" %s", text_at(i, 1), text_at(i, 2),
 			   reborn ? "was made anew" : "is missing");
 	}
 	n = query(&paused);
