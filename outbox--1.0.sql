@@ -335,7 +335,7 @@ CREATE VIEW outbox.captures WITH (security_barrier) AS
 	WHERE t.tgfoid OPERATOR(pg_catalog.=) (
 			SELECT p.oid FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid OPERATOR(pg_catalog.=) p.pronamespace
 			WHERE p.proname OPERATOR(pg_catalog.=) 'capture_row' AND n.nspname OPERATOR(pg_catalog.=) 'outbox')
-		AND t.tgparentid OPERATOR(pg_catalog.=) 0;
+		AND t.tgparentid OPERATOR(pg_catalog.=) 0 AND d.def IS NOT NULL;
 COMMENT ON VIEW outbox.captures IS 'captured tables, with the definition of each capture as outbox.capture takes it';
 
 CREATE VIEW outbox.poisoned WITH (security_barrier) AS

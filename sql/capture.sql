@@ -217,6 +217,18 @@ DROP TRIGGER wrong ON notes;
 CREATE TRIGGER wrong AFTER INSERT ON notes FOR EACH ROW EXECUTE FUNCTION outbox.capture_row('{"subject": "x"}');
 INSERT INTO notes VALUES (2);
 DROP TRIGGER wrong ON notes;
+-- one of somebody's own making may be wrong, but spoils nothing for others
+CREATE TRIGGER wrong AFTER INSERT ON notes FOR EACH ROW EXECUTE FUNCTION outbox.capture_row('not {json');
+INSERT INTO notes VALUES (2);
+CREATE TRIGGER wrong_2 AFTER INSERT ON notes FOR EACH ROW EXECUTE FUNCTION outbox.capture_row('{"type": "\u0000"}');
+SELECT outbox.capture_definition(oid) IS NULL AS none FROM pg_trigger WHERE tgrelid = 'notes'::regclass;
+SELECT count(*) FROM outbox.captures WHERE relation = 'notes'::regclass;
+ALTER TABLE notes RENAME body TO text;
+ALTER TABLE notes RENAME text TO body;
+SELECT outbox.capture('notes', 'note.{op}');
+SELECT outbox.uncapture('notes');
+DROP TRIGGER wrong ON notes;
+DROP TRIGGER wrong_2 ON notes;
 
 -- names of every kind; what looks like SQL is a name
 \pset format unaligned

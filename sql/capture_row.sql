@@ -69,6 +69,7 @@ INSERT INTO notes VALUES (1, NULL, NULL, 'memo');
 SELECT * FROM recorded();
 INSERT INTO notes VALUES (2, NULL, NULL, NULL);
 UPDATE notes SET kind = NULL;
+DO $$ BEGIN UPDATE notes SET kind = NULL; END $$;
 SELECT * FROM recorded();
 -- so does what cannot be a type
 INSERT INTO notes VALUES (2, 'a', 'b', 'two words');

@@ -155,7 +155,7 @@ typedef struct OutboxCapture
 /* capture_definition.c */
 extern bool outbox_list_has(List *names, const char *name);
 extern List *outbox_capture_parts(const char *what, const char *text);
-extern void outbox_capture_parse(const char *argument, OutboxCaptureDefinition *def);
+extern bool outbox_capture_parse(const char *argument, OutboxCaptureDefinition *def);
 extern char *outbox_capture_argument(OutboxCaptureDefinition *def);
 extern void outbox_capture_root(Oid *trigger, Oid *relid);
 extern List *outbox_captures_of(Oid relid);

@@ -326,7 +326,11 @@ make_capture(CaptureEntry *entry, Relation rel, Trigger *trigger)
 	OutboxCapture *capture;
 	int			i;
 
-	outbox_capture_parse(trigger->tgargs[0], &def);
+	if (!outbox_capture_parse(trigger->tgargs[0], &def))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("invalid definition of a capture: %s", trigger->tgargs[0]),
+				 errhint("Let outbox.capture make the trigger.")));
 
 	oldcontext = MemoryContextSwitchTo(context);
 	capture = palloc0(sizeof(OutboxCapture));

@@ -17,6 +17,9 @@
 #include "catalog/indexing.h"
 #include "catalog/pg_trigger.h"
 #include "lib/stringinfo.h"
+#if PG_VERSION_NUM >= 160000
+#include "nodes/miscnodes.h"
+#endif
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
 #include "utils/fmgrprotos.h"
@@ -138,21 +141,55 @@ definition_list(Jsonb *jsonb, const char *key)
 	return result;
 }
 
-/* Read a definition from the argument of its trigger. */
-void
+/* The argument of a trigger as JSON; NULL when it is none */
+static Jsonb *
+argument_jsonb(const char *argument)
+{
+	/* 16: input functions that need not raise */
+#if PG_VERSION_NUM >= 160000
+	ErrorSaveContext escontext = {T_ErrorSaveContext};
+	Datum		result;
+
+	if (!DirectInputFunctionCallSafe(jsonb_in, unconstify(char *, argument),
+									 InvalidOid, -1, (Node *) &escontext, &result))
+		return NULL;
+	return DatumGetJsonbP(result);
+#else
+	MemoryContext context = CurrentMemoryContext;
+	Jsonb	   *volatile result = NULL;
+
+	/* jsonb_in does nothing but allocate, so there is nothing to roll back */
+	PG_TRY();
+	{
+		result = DatumGetJsonbP(DirectFunctionCall1(jsonb_in, CStringGetDatum(argument)));
+	}
+	PG_CATCH();
+	{
+		MemoryContextSwitchTo(context);
+		if (ERRCODE_TO_CATEGORY(geterrcode()) != ERRCODE_DATA_EXCEPTION)
+			PG_RE_THROW();
+		FlushErrorState();
+	}
+	PG_END_TRY();
+	return result;
+#endif
+}
+
+/*
+ * Read a definition from the argument of its trigger.  False when it is none:
+ * owners of tables may use our function for triggers of their own making.
+ */
+bool
 outbox_capture_parse(const char *argument, OutboxCaptureDefinition *def)
 {
-	Jsonb	   *jsonb = DatumGetJsonbP(DirectFunctionCall1(jsonb_in, CStringGetDatum(argument)));
+	Jsonb	   *jsonb = argument_jsonb(argument);
 	List	   *operations;
 
 	memset(def, 0, sizeof(OutboxCaptureDefinition));
-	if (JB_ROOT_IS_OBJECT(jsonb))
+	if (jsonb != NULL && JB_ROOT_IS_OBJECT(jsonb))
 		def->type = definition_string(jsonb, "type");
 	if (def->type == NULL)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("invalid definition of a capture: %s", argument),
-				 errhint("Let outbox.capture make the trigger.")));
+		return false;
 	def->subject = definition_string(jsonb, "subject");
 	def->scope = definition_string(jsonb, "scope");
 	def->watch = definition_list(jsonb, "watch");
@@ -164,6 +201,7 @@ outbox_capture_parse(const char *argument, OutboxCaptureDefinition *def)
 		def->operations |= OUTBOX_CAPTURE_UPDATE;
 	if (outbox_list_has(operations, "delete"))
 		def->operations |= OUTBOX_CAPTURE_DELETE;
+	return true;
 }
 
 /* Append a member of the definition, unless it is null. */
@@ -296,12 +334,13 @@ outbox_captures_of(Oid relid)
 	{
 		Form_pg_trigger form = (Form_pg_trigger) GETSTRUCT(tuple);
 		OutboxFoundCapture *found;
+		OutboxCaptureDefinition def;
 		char	   *argument;
 
 		if (form->tgfoid != function)
 			continue;
 		argument = trigger_argument(tuple, RelationGetDescr(rel));
-		if (argument == NULL)
+		if (argument == NULL || !outbox_capture_parse(argument, &def))
 			continue;
 		found = palloc(sizeof(OutboxFoundCapture));
 		found->oid = form->oid;
@@ -309,7 +348,7 @@ outbox_captures_of(Oid relid)
 		found->name = pstrdup(NameStr(form->tgname));
 		found->enabled = form->tgenabled;
 		found->argument = argument;
-		outbox_capture_parse(argument, &found->def);
+		found->def = def;
 		result = lappend(result, found);
 	}
 	systable_endscan(scan);
@@ -378,6 +417,7 @@ outbox_capture_definition(PG_FUNCTION_ARGS)
 	SysScanDesc scan;
 	HeapTuple	tuple;
 	char	   *argument = NULL;
+	OutboxCaptureDefinition def;
 
 	ScanKeyInit(&key, Anum_pg_trigger_oid, BTEqualStrategyNumber, F_OIDEQ,
 				ObjectIdGetDatum(PG_GETARG_OID(0)));
@@ -388,7 +428,7 @@ outbox_capture_definition(PG_FUNCTION_ARGS)
 	systable_endscan(scan);
 	table_close(rel, AccessShareLock);
 
-	if (argument == NULL)
+	if (argument == NULL || !outbox_capture_parse(argument, &def))
 		PG_RETURN_NULL();
-	return DirectFunctionCall1(jsonb_in, CStringGetDatum(argument));
+	PG_RETURN_POINTER(argument_jsonb(argument));
 }

@@ -195,20 +195,20 @@ raise_named(OutboxCapture *capture, CaptureRow *row, ErrorData *edata)
 {
 	char	   *table = psprintf("%s.%s", capture->schema, capture->table);
 
-	ereport(ERROR,
-			(errcode(edata->sqlerrcode),
-			 row->column != NULL ?
-			 errmsg("could not record column \"%s\" of table \"%s\": %s",
-					row->column->name, table, edata->message) :
-			 errmsg("could not record a change of table \"%s\": %s",
-					table, edata->message),
-			 edata->detail != NULL ? errdetail_internal("%s", edata->detail) : 0,
-			 edata->hint != NULL ? errhint("%s", edata->hint) : 0,
-			 edata->context != NULL ? errcontext("%s", edata->context) : 0,
-			 err_generic_string(PG_DIAG_SCHEMA_NAME, capture->schema),
-			 err_generic_string(PG_DIAG_TABLE_NAME, capture->table),
-			 row->column != NULL ?
-			 err_generic_string(PG_DIAG_COLUMN_NAME, row->column->name) : 0));
+	if (row->column != NULL)
+	{
+		edata->message = psprintf("could not record column \"%s\" of table \"%s\": %s",
+								  row->column->name, table, edata->message);
+		edata->column_name = row->column->name;
+	}
+	else
+		edata->message = psprintf("could not record a change of table \"%s\": %s",
+								  table, edata->message);
+	edata->schema_name = capture->schema;
+	edata->table_name = capture->table;
+
+	/* as it is: what it has of context is complete */
+	ReThrowError(edata);
 }
 
 /*
