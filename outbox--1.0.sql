@@ -136,11 +136,13 @@ COMMENT ON INDEX outbox.jobs_due IS 'unfinished jobs in the order in which they 
 COMMENT ON INDEX outbox.jobs_subject IS 'unfinished jobs of one subject';
 
 CREATE TABLE outbox.routing (
-	version bigint NOT NULL
+	version bigint NOT NULL,
+	single boolean PRIMARY KEY DEFAULT true CHECK (single)
 );
-INSERT INTO outbox.routing VALUES (1);
+INSERT INTO outbox.routing (version) VALUES (1);
 COMMENT ON TABLE outbox.routing IS 'one row: the version of the set of subscriptions, which every claim reads';
 COMMENT ON COLUMN outbox.routing.version IS 'raised by every change of outbox.subscriptions';
+COMMENT ON COLUMN outbox.routing.single IS 'a key, so that there is one row and the table can be published';
 
 CREATE TABLE outbox.armed (
 	database oid PRIMARY KEY,

@@ -134,7 +134,7 @@ check_server(CheckState *state)
 	char	   *database = outbox_current_database();
 
 	if (RecoveryInProgress())
-		report(state, CHECK_NOTICE, "After promotion the relays start by themselves.",
+		report(state, CHECK_WARNING, "After promotion the relays start by themselves.",
 			   "the server is a standby, on which nothing is fanned out");
 	else if (outbox_shared == NULL)
 		report(state, CHECK_ERROR,
@@ -292,7 +292,7 @@ check_objects(CheckState *state)
 			   "trigger %s of table outbox.%s does not always fire", text_at(i, 2), text_at(i, 1));
 	if (query(&routing) != 1)
 		report(state, CHECK_ERROR,
-			   "Give it a version that it never had: INSERT INTO outbox.routing SELECT EXTRACT(epoch FROM now()) * 1000000.",
+			   "Give it a version that it never had: INSERT INTO outbox.routing (version) SELECT EXTRACT(epoch FROM now()) * 1000000.",
 			   "table outbox.routing does not hold one row, without which no relay can work");
 	n = query(&captures);
 	for (i = 0; i < n; i++)

@@ -180,6 +180,16 @@ current_note(void)
 	return note;
 }
 
+/* Take the note of the innermost level off. */
+static void
+drop_note(void)
+{
+	Note	   *note = notes;
+
+	notes = note->below;
+	pfree(note);
+}
+
 /* Merge what a note has into another. */
 static void
 merge_note(Note *into, const Note *from)
@@ -266,7 +276,35 @@ keep_prepared(const Note *note)
 		entry->range = note->range;
 	}
 	else
+	{
 		outbox_shared->prepared_unknown = true;
+		outbox_shared->prepared_doubts++;
+	}
+	LWLockRelease(outbox_shared->lock);
+}
+
+/* How often has it become unknown what prepared transactions recorded? */
+uint32
+outbox_doorbell_doubts(void)
+{
+	uint32		result;
+
+	LWLockAcquire(outbox_shared->lock, LW_SHARED);
+	result = outbox_shared->prepared_doubts;
+	LWLockRelease(outbox_shared->lock);
+	return result;
+}
+
+/*
+ * There was no prepared transaction at some moment after doubts was read: then
+ * nothing is unknown any more, unless that has changed since.
+ */
+void
+outbox_doorbell_no_doubts(uint32 doubts)
+{
+	LWLockAcquire(outbox_shared->lock, LW_EXCLUSIVE);
+	if (outbox_shared->prepared_doubts == doubts)
+		outbox_shared->prepared_unknown = false;
 	LWLockRelease(outbox_shared->lock);
 }
 
@@ -361,7 +399,7 @@ at_subxact_end(SubXactEvent event, SubTransactionId mySubid,
 	if (event == SUBXACT_EVENT_ABORT_SUB)
 	{
 		while (notes != NULL && notes->level >= level)
-			notes = notes->below;
+			drop_note();
 	}
 	else if (event == SUBXACT_EVENT_COMMIT_SUB && notes != NULL && notes->level >= level)
 	{
@@ -369,7 +407,7 @@ at_subxact_end(SubXactEvent event, SubTransactionId mySubid,
 		if (notes->below != NULL && notes->below->level == level - 1)
 		{
 			merge_note(notes->below, notes);
-			notes = notes->below;
+			drop_note();
 		}
 	}
 }

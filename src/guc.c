@@ -170,5 +170,8 @@ outbox_guc_init(void)
 								"Further databases are swept only.",
 								&outbox_max_databases, 16, 1, 1024, PGC_POSTMASTER, 0,
 								NULL, NULL, NULL);
-	MarkGUCPrefixReserved("outbox");
+
+	/* loaded later, the setting above is unknown, but not wrong */
+	if (process_shared_preload_libraries_in_progress)
+		MarkGUCPrefixReserved("outbox");
 }

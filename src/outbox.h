@@ -185,6 +185,7 @@ typedef struct OutboxShared
 
 	/* prepared transactions, under lock */
 	bool		prepared_unknown;	/* some may have recorded unknown seqs */
+	uint32		prepared_doubts;	/* how often that has become so */
 	OutboxPrepared prepared[OUTBOX_MAX_PREPARED];
 
 	/* waiters, one for each PGPROC */
@@ -276,6 +277,8 @@ extern void outbox_doorbell_preparing(const char *gid);
 extern void outbox_doorbell_post(OutboxDatabase *db, int64 low, int64 high);
 extern void outbox_doorbell_sweep(OutboxDatabase *db);
 extern bool outbox_doorbell_take(OutboxDatabase *db, OutboxRange *range);
+extern uint32 outbox_doorbell_doubts(void);
+extern void outbox_doorbell_no_doubts(uint32 doubts);
 extern void outbox_doorbell_finish_prepared(const char *gid, bool commit);
 extern void outbox_doorbell_wake(OutboxDatabase *db);
 

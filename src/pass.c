@@ -273,9 +273,11 @@ outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version)
 
 	outbox_worker_begin("fanning out events");
 	MemoryContextSwitchTo(context);
-	if (!outbox_synchronous_pass)
-		(void) set_config_option("synchronous_commit", "off", PGC_USERSET, PGC_S_SESSION,
-								 GUC_ACTION_LOCAL, true, 0, false);
+	/* "on" is what is announced; a database may be set to less */
+	if (outbox_synchronous_pass ? synchronous_commit == SYNCHRONOUS_COMMIT_OFF :
+		synchronous_commit != SYNCHRONOUS_COMMIT_OFF)
+		(void) set_config_option("synchronous_commit", outbox_synchronous_pass ? "local" : "off",
+								 PGC_USERSET, PGC_S_SESSION, GUC_ACTION_LOCAL, true, 0, false);
 	if (!lock_extension())
 	{
 		pass->gone = true;
@@ -431,7 +433,10 @@ outbox_pass(OutboxPass *pass)
 	outbox_redo_report(pass);
 }
 
-/* Look up the earliest retry_at, and whether the database is at rest. */
+/*
+ * Look up the earliest retry_at, whether the database is at rest, and whether
+ * there may be prepared transactions of which nothing is known.
+ */
 static TimestampTz
 look_up_retry(bool *resting)
 {
@@ -440,9 +445,11 @@ look_up_retry(bool *resting)
 		" WHERE e.retry_at IS NOT NULL AND e.fanned_out_at IS NULL AND e.poisoned_at IS NULL"
 		" ORDER BY e.retry_at LIMIT 1),"
 		" EXISTS (SELECT FROM outbox.armed a"
-		" WHERE a.database OPERATOR(pg_catalog.=) $1 AND a.stopped_at IS NULL)",
+		" WHERE a.database OPERATOR(pg_catalog.=) $1 AND a.stopped_at IS NULL),"
+		" EXISTS (SELECT FROM pg_catalog.pg_prepared_xact())",
 		1, {OIDOID}, NULL
 	};
+	uint32		doubts = outbox_doorbell_doubts();
 	TimestampTz result = 0;
 	Datum		values[1];
 	Datum		value;
@@ -458,6 +465,8 @@ look_up_retry(bool *resting)
 		if (!isnull)
 			result = DatumGetTimestampTz(value);
 		*resting = !DatumGetBool(outbox_spi_value(0, 2, &isnull));
+		if (!DatumGetBool(outbox_spi_value(0, 3, &isnull)))
+			outbox_doorbell_no_doubts(doubts);
 	}
 	outbox_worker_commit();
 	return result;

@@ -154,6 +154,9 @@ restoring(Relation rel, int64 seq)
 
 	if (!has_privs_of_role(GetUserId(), rel->rd_rel->relowner))
 		return false;
+	/* a subscriber of logical replication gets what was recorded elsewhere */
+	if (SessionReplicationRole == SESSION_REPLICATION_ROLE_REPLICA)
+		return true;
 	outbox_spi_connect();
 	values[0] = ObjectIdGetDatum(MyDatabaseId);
 	result = outbox_execute(&armed, values, NULL, SPI_OK_SELECT) == 0;

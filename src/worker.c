@@ -105,6 +105,16 @@ static const struct
 	{"enable_hashagg", "on", 0},
 	{"enable_material", "on", 0},
 	{"max_parallel_workers_per_gather", "0", 0},
+	{"seq_page_cost", "1", 0},
+	{"random_page_cost", "4", 0},
+	{"cpu_tuple_cost", "0.01", 0},
+	{"cpu_index_tuple_cost", "0.005", 0},
+	{"cpu_operator_cost", "0.0025", 0},
+	{"effective_cache_size", "4GB", 0},
+	{"from_collapse_limit", "8", 0},
+	{"join_collapse_limit", "8", 0},
+	{"cursor_tuple_fraction", "0.1", 0},
+	{"enable_incremental_sort", "on", 0},
 #if PG_VERSION_NUM >= 160000
 	{"debug_parallel_query", "off", 160000},
 #else
@@ -209,7 +219,9 @@ take_place(const OutboxWorkerArgs *args)
 			relay->end = OUTBOX_END_ASKED;
 		else
 		{
-			memset(relay, 0, sizeof(*relay));
+			/* but for why the one before died */
+			memset(relay, 0, offsetof(OutboxRelay, last_error_at));
+			relay->backoff_until = 0;
 			relay->pid = MyProcPid;
 			relay->procno = MyProcNumber;
 			relay->state = OUTBOX_RELAY_IDLE;
