@@ -179,14 +179,8 @@ outbox_await_fanout(PG_FUNCTION_ARGS)
 				(errcode(ERRCODE_ACTIVE_SQL_TRANSACTION),
 				 errmsg("outbox.await_fanout cannot wait inside a transaction block, a function or an EXCEPTION block"),
 				 errhint("CALL it by itself, with autocommit on.")));
-	if (PG_ARGISNULL(0))
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("seq must not be null")));
-	if (PG_ARGISNULL(1))
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("timeout must not be null")));
+	outbox_check_not_null(fcinfo, 0, "seq");
+	outbox_check_not_null(fcinfo, 1, "timeout");
 	if (outbox_shared == NULL)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),

@@ -147,7 +147,7 @@ argument_jsonb(const char *argument)
 {
 	/* 16: input functions that need not raise */
 #if PG_VERSION_NUM >= 160000
-	ErrorSaveContext escontext = {T_ErrorSaveContext};
+	ErrorSaveContext escontext = {.type = T_ErrorSaveContext};
 	Datum		result;
 
 	if (!DirectInputFunctionCallSafe(jsonb_in, unconstify(char *, argument),

@@ -221,7 +221,7 @@ is_value_error(int sqlerrcode)
 	int			category = ERRCODE_TO_CATEGORY(sqlerrcode);
 
 	return category == ERRCODE_DATA_EXCEPTION ||
-		category == ERRCODE_PROGRAM_LIMIT_EXCEEDED ||
+		sqlerrcode == ERRCODE_PROGRAM_LIMIT_EXCEEDED ||
 		category == ERRCODE_FEATURE_NOT_SUPPORTED;
 }
 

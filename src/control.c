@@ -14,16 +14,6 @@
 #include "miscadmin.h"
 #include "utils/builtins.h"
 
-/* Refuse a null argument. */
-static void
-check_not_null(bool isnull, const char *name)
-{
-	if (isnull)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("%s must not be null", name)));
-}
-
 /*
  * Run one statement as the owner.  With note set, the seqs that it returns are
  * noted, so that the relay looks at them when this transaction commits.
@@ -75,11 +65,9 @@ outbox_requeue(PG_FUNCTION_ARGS)
 {
 	Datum		seq;
 
-	check_not_null(PG_ARGISNULL(0), "seq");
+	outbox_check_not_null(fcinfo, 0, "seq");
 	seq = PG_GETARG_DATUM(0);
-	PG_RETURN_BOOL(requeue(PointerGetDatum(construct_array(&seq, 1, INT8OID, 8,
-														   FLOAT8PASSBYVAL,
-														   TYPALIGN_DOUBLE))) > 0);
+	PG_RETURN_BOOL(requeue(outbox_make_array(&seq, NULL, 1, INT8OID)) > 0);
 }
 
 PG_FUNCTION_INFO_V1(outbox_requeue_many);
@@ -88,7 +76,7 @@ PG_FUNCTION_INFO_V1(outbox_requeue_many);
 Datum
 outbox_requeue_many(PG_FUNCTION_ARGS)
 {
-	check_not_null(PG_ARGISNULL(0), "seqs");
+	outbox_check_not_null(fcinfo, 0, "seqs");
 	PG_RETURN_INT64((int64) requeue(PG_GETARG_DATUM(0)));
 }
 
@@ -111,7 +99,7 @@ outbox_discard(PG_FUNCTION_ARGS)
 	};
 	Datum		values[1];
 
-	check_not_null(PG_ARGISNULL(0), "seq");
+	outbox_check_not_null(fcinfo, 0, "seq");
 	values[0] = PG_GETARG_DATUM(0);
 	PG_RETURN_BOOL(run_as_owner(&plan, values, SPI_OK_UPDATE, false) > 0);
 }

@@ -23,7 +23,6 @@
 #include "catalog/pg_type.h"
 #include "executor/executor.h"
 #include "miscadmin.h"
-#include "utils/array.h"
 #include "utils/fmgroids.h"
 #include "utils/guc.h"
 #include "utils/memutils.h"
@@ -291,8 +290,7 @@ fetch_contents(FilterEvent *events, int nevents)
 
 	for (i = 0; i < nevents; i++)
 		tids[i] = PointerGetDatum(&events[i].event->tid);
-	value = PointerGetDatum(construct_array(tids, nevents, TIDOID, sizeof(ItemPointerData),
-											false, TYPALIGN_SHORT));
+	value = outbox_make_array(tids, NULL, nevents, TIDOID);
 	nrows = outbox_execute(&fetch, &value, NULL, SPI_OK_SELECT);
 	for (i = 0; i < (int) nrows; i++)
 	{

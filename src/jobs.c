@@ -141,16 +141,6 @@ outbox_subject_key(const char *scope, const char *subject)
 	return (int64) hash;
 }
 
-/* Array of by-value elements with optional nulls, as a parameter of a plan */
-static Datum
-make_array(Datum *values, bool *nulls, int n, Oid type, int len, bool byval, char align)
-{
-	int			lbound = 1;
-
-	return PointerGetDatum(construct_md_array(values, nulls, 1, &n, &lbound,
-											  type, len, byval, align));
-}
-
 /*
  * Insert the job rows of the events, set-based.  Ids are drawn from the
  * sequence first, since the marks need them too.
@@ -217,17 +207,17 @@ insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now)
 		}
 	}
 
-	values[0] = make_array(columns[0], NULL, n, INT8OID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
-	values[1] = make_array(columns[1], NULL, n, INT4OID, 4, true, TYPALIGN_INT);
-	values[2] = make_array(columns[2], NULL, n, INT8OID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
+	values[0] = outbox_make_array(columns[0], NULL, n, INT8OID);
+	values[1] = outbox_make_array(columns[1], NULL, n, INT4OID);
+	values[2] = outbox_make_array(columns[2], NULL, n, INT8OID);
 	values[3] = TimestampTzGetDatum(now);
 	if (plain)
 		inserted = outbox_execute(&simple, values, NULL, SPI_OK_INSERT);
 	else
 	{
-		values[4] = make_array(columns[3], NULL, n, TIMESTAMPTZOID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
-		values[5] = make_array(columns[4], nokey, n, INT8OID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE);
-		values[6] = make_array(columns[5], nopending, n, BOOLOID, 1, true, TYPALIGN_CHAR);
+		values[4] = outbox_make_array(columns[3], NULL, n, TIMESTAMPTZOID);
+		values[5] = outbox_make_array(columns[4], nokey, n, INT8OID);
+		values[6] = outbox_make_array(columns[5], nopending, n, BOOLOID);
 		inserted = outbox_execute(&full, values, NULL, SPI_OK_INSERT);
 	}
 	if (inserted != (uint64) n)
@@ -290,8 +280,8 @@ mark_events(OutboxEvent *events, int nevents, TimestampTz now)
 		tids[i] = PointerGetDatum(&events[i].tid);
 		fanouts[i] = make_fanout(&events[i]);
 	}
-	values[0] = make_array(tids, NULL, nevents, TIDOID, sizeof(ItemPointerData), false, TYPALIGN_SHORT);
-	values[1] = make_array(fanouts, NULL, nevents, JSONBOID, -1, false, TYPALIGN_INT);
+	values[0] = outbox_make_array(tids, NULL, nevents, TIDOID);
+	values[1] = outbox_make_array(fanouts, NULL, nevents, JSONBOID);
 	values[2] = TimestampTzGetDatum(now);
 	marked = outbox_execute(&mark, values, NULL, SPI_OK_UPDATE);
 	if (marked != (uint64) nevents)

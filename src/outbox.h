@@ -321,6 +321,10 @@ extern void outbox_spi_finish(void);
 extern uint64 outbox_execute(OutboxPlan *plan, Datum *values, const char *nulls, int expected);
 extern Datum outbox_spi_value(int row, int column, bool *isnull);
 extern char *outbox_spi_string(int row, int column);
+extern void outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name);
+extern Datum outbox_make_array(Datum *values, bool *nulls, int n, Oid type);
+extern ErrorData *outbox_try(void (*attempt) (void *arg), void *arg);
+extern ErrorData *outbox_catch_error(MemoryContext context);
 extern char *outbox_clip(const char *text, int limit);
 
 /* glob.c */
@@ -385,7 +389,6 @@ extern TimestampTz outbox_pass_next_retry(bool *resting);
 extern bool outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version);
 extern void outbox_announce(List *fanned, OutboxEvent *events, int nevents);
 extern int64 outbox_retry_wait_ms(int tries);
-extern ErrorData *outbox_catch_error(MemoryContext context);
 extern char *outbox_error_text(ErrorData *edata, bool detail);
 extern void outbox_shun(int64 seq);
 extern void outbox_unshun(OutboxDatabase *db);
@@ -405,7 +408,6 @@ typedef struct OutboxSubscriptionRow
 	bool		paused;
 } OutboxSubscriptionRow;
 
-extern void outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name);
 extern void outbox_check_name(const char *name);
 extern bool outbox_find_subscription(const char *name, OutboxSubscriptionRow *sub);
 extern void outbox_lock_routing(void);

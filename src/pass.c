@@ -127,8 +127,7 @@ shunned_array(TimestampTz now)
 		if (shunned[i].until > now)
 			values[n++] = Int64GetDatum(shunned[i].seq);
 	}
-	return PointerGetDatum(construct_array(values, n, INT8OID, 8,
-										   FLOAT8PASSBYVAL, TYPALIGN_DOUBLE));
+	return outbox_make_array(values, NULL, n, INT8OID);
 }
 
 /*
@@ -335,18 +334,6 @@ outbox_announce(List *fanned, OutboxEvent *events, int nevents)
 		seqs[i] = fanned ? ((OutboxEvent *) list_nth(fanned, i))->seq : events[i].seq;
 	outbox_await_wake(MyDatabaseId, seqs, n);
 	outbox_notify_fanned(seqs, n);
-}
-
-/* Copy the error under way, and be in the given memory context again. */
-ErrorData *
-outbox_catch_error(MemoryContext context)
-{
-	ErrorData  *edata;
-
-	MemoryContextSwitchTo(context);
-	edata = CopyErrorData();
-	FlushErrorState();
-	return edata;
 }
 
 /*

@@ -103,38 +103,28 @@ outbox_check_type(const char *type, int len, bool internal)
 						pnstrdup(type, len))));
 }
 
+/* Ask for the value that a sequence gave to this session last. */
+static void
+ask_currval(void *arg)
+{
+	Datum	   *value = arg;
+
+	*value = DirectFunctionCall1(currval_oid, *value);
+}
+
 /*
  * Is a row given with its seq, as a restore gives it?  It is not when seq is
- * what the sequence gave to this session last.
+ * what the sequence gave to this session last; currval raises when it has given
+ * none.
  */
 static bool
 seq_is_explicit(Relation rel, int64 seq)
 {
-	MemoryContext context = CurrentMemoryContext;
-	ResourceOwner owner = CurrentResourceOwner;
 	Oid			sequence = get_relname_relid("events_seq_seq", RelationGetNamespace(rel));
-	bool		result = true;
+	Datum		value = ObjectIdGetDatum(sequence);
 
-	if (!OidIsValid(sequence))
-		return true;
-	/* currval raises when the session has had no value yet */
-	BeginInternalSubTransaction(NULL);
-	PG_TRY();
-	{
-		result = DatumGetInt64(DirectFunctionCall1(currval_oid,
-												   ObjectIdGetDatum(sequence))) != seq;
-		ReleaseCurrentSubTransaction();
-	}
-	PG_CATCH();
-	{
-		MemoryContextSwitchTo(context);
-		FlushErrorState();
-		RollbackAndReleaseCurrentSubTransaction();
-	}
-	PG_END_TRY();
-	MemoryContextSwitchTo(context);
-	CurrentResourceOwner = owner;
-	return result;
+	return !OidIsValid(sequence) || outbox_try(ask_currval, &value) != NULL ||
+		DatumGetInt64(value) != seq;
 }
 
 /*

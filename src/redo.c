@@ -93,40 +93,41 @@ chargeable(int sqlstate)
 	return sqlstate == ERRCODE_DATA_CORRUPTED;
 }
 
+/* Some of the claimed events, to be fanned out in a subtransaction */
+typedef struct Part
+{
+	Redo	   *redo;
+	OutboxEvent *events;
+	int			n;
+	int			jobs;
+} Part;
+
+/* Route and fan out a part. */
+static void
+fan_out_part(void *arg)
+{
+	Part	   *part = arg;
+
+	outbox_route_events(part->events, part->n, part->redo->version);
+	part->jobs = outbox_enqueue(part->events, part->n);
+}
+
 /*
- * Route and fan out some of the claimed events in a subtransaction.  Returns
- * null, or the error for which it was rolled back.
+ * Fan out some events in a subtransaction.  Returns null, or the error for
+ * which it was rolled back.
  */
 static ErrorData *
 try_part(Redo *redo, OutboxEvent *events, int n)
 {
-	MemoryContext context = CurrentMemoryContext;
-	ResourceOwner owner = CurrentResourceOwner;
-	ErrorData  *edata = NULL;
-	int			jobs = 0;
+	Part		part = {redo, events, n, 0};
+	ErrorData  *edata;
 	int			i;
 
 	redo->nsubxacts++;
-	BeginInternalSubTransaction(NULL);
-	MemoryContextSwitchTo(context);
-	PG_TRY();
-	{
-		outbox_route_events(events, n, redo->version);
-		jobs = outbox_enqueue(events, n);
-		ReleaseCurrentSubTransaction();
-	}
-	PG_CATCH();
-	{
-		edata = outbox_catch_error(context);
-		RollbackAndReleaseCurrentSubTransaction();
-	}
-	PG_END_TRY();
-	MemoryContextSwitchTo(context);
-	CurrentResourceOwner = owner;
-
+	edata = outbox_try(fan_out_part, &part);
 	if (edata == NULL)
 	{
-		redo->jobs += jobs;
+		redo->jobs += part.jobs;
 		for (i = 0; i < n; i++)
 			redo->fanned = lappend(redo->fanned, &events[i]);
 	}
@@ -247,10 +248,24 @@ judge(Redo *redo)
 	}
 }
 
-/* Write down the failures from number first on, n of them, set-based. */
-static void
-write_failures(List *failures, int first, int n, TimestampTz now)
+/* Failures to be written down: n of them, from number first on */
+typedef struct Writing
 {
+	List	   *failures;
+	int			first;
+	int			n;
+	TimestampTz now;
+} Writing;
+
+/* Write failures down, set-based. */
+static void
+write_failures(void *arg)
+{
+	Writing    *writing = arg;
+	List	   *failures = writing->failures;
+	int			first = writing->first;
+	int			n = writing->n;
+	TimestampTz now = writing->now;
 	static OutboxPlan write = {
 		"UPDATE outbox.events e SET tries = u.tries, failures = u.failures,"
 		" last_error = u.error, retry_at = u.retry_at, poisoned_at = u.poisoned_at"
@@ -264,7 +279,6 @@ write_failures(List *failures, int first, int n, TimestampTz now)
 	Datum	   *columns[6];
 	bool	   *noretry = palloc0(n * sizeof(bool));
 	bool	   *nopoison = palloc0(n * sizeof(bool));
-	int			lbound = 1;
 	Datum		values[6];
 	int			i;
 
@@ -285,14 +299,12 @@ write_failures(List *failures, int first, int n, TimestampTz now)
 		noretry[i] = failure->poisoned;
 		nopoison[i] = !failure->poisoned;
 	}
-	values[0] = PointerGetDatum(construct_array(columns[0], n, TIDOID, sizeof(ItemPointerData), false, TYPALIGN_SHORT));
-	values[1] = PointerGetDatum(construct_array(columns[1], n, INT2OID, 2, true, TYPALIGN_SHORT));
-	values[2] = PointerGetDatum(construct_array(columns[2], n, INT2OID, 2, true, TYPALIGN_SHORT));
-	values[3] = PointerGetDatum(construct_array(columns[3], n, TEXTOID, -1, false, TYPALIGN_INT));
-	values[4] = PointerGetDatum(construct_md_array(columns[4], noretry, 1, &n, &lbound,
-												   TIMESTAMPTZOID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE));
-	values[5] = PointerGetDatum(construct_md_array(columns[5], nopoison, 1, &n, &lbound,
-												   TIMESTAMPTZOID, 8, FLOAT8PASSBYVAL, TYPALIGN_DOUBLE));
+	values[0] = outbox_make_array(columns[0], NULL, n, TIDOID);
+	values[1] = outbox_make_array(columns[1], NULL, n, INT2OID);
+	values[2] = outbox_make_array(columns[2], NULL, n, INT2OID);
+	values[3] = outbox_make_array(columns[3], NULL, n, TEXTOID);
+	values[4] = outbox_make_array(columns[4], noretry, n, TIMESTAMPTZOID);
+	values[5] = outbox_make_array(columns[5], nopoison, n, TIMESTAMPTZOID);
 	if (outbox_execute(&write, values, NULL, SPI_OK_UPDATE) != (uint64) n)
 		elog(ERROR, "failures of events could not be written down");
 
@@ -309,29 +321,12 @@ write_failures(List *failures, int first, int n, TimestampTz now)
 static bool
 try_write_failures(OutboxPass *pass, List *failures, int first, int n, TimestampTz now)
 {
-	MemoryContext context = CurrentMemoryContext;
-	ResourceOwner owner = CurrentResourceOwner;
-	volatile bool ok = true;
+	Writing		writing = {failures, first, n, now};
+	ErrorData  *edata = outbox_try(write_failures, &writing);
 
-	BeginInternalSubTransaction(NULL);
-	MemoryContextSwitchTo(context);
-	PG_TRY();
-	{
-		write_failures(failures, first, n, now);
-		ReleaseCurrentSubTransaction();
-	}
-	PG_CATCH();
-	{
-		ErrorData  *edata = outbox_catch_error(context);
-
-		RollbackAndReleaseCurrentSubTransaction();
+	if (edata != NULL)
 		pass->unwritten_error = edata->message;
-		ok = false;
-	}
-	PG_END_TRY();
-	MemoryContextSwitchTo(context);
-	CurrentResourceOwner = owner;
-	return ok;
+	return edata == NULL;
 }
 
 /*

@@ -127,19 +127,30 @@ take_retry(TimestampTz now)
 	return due;
 }
 
+/*
+ * When is the next sweep due?  The caller holds the mutex.  A time in the
+ * future comes from a clock that was set back.
+ */
+static TimestampTz
+next_sweep(TimestampTz now)
+{
+	int			interval = outbox_sweep_interval;
+
+	if (!started)
+		return now;
+	if (db->sweep_wanted || heard)
+		interval = Min(interval, SWEEP_PAUSE_MS);
+	return TimestampTzPlusMilliseconds(Min(db->swept_at, now), interval);
+}
+
 /* Is it time for a sweep?  If so, it is this relay's. */
 static bool
 take_sweep(TimestampTz now)
 {
 	bool		due;
-	TimestampTz since;
 
 	SpinLockAcquire(&db->mutex);
-	since = db->swept_at;
-	if (since > now)
-		since = 0;				/* the clock was set back */
-	due = !started || now >= TimestampTzPlusMilliseconds(since, outbox_sweep_interval) ||
-		((db->sweep_wanted || heard) && now >= TimestampTzPlusMilliseconds(since, SWEEP_PAUSE_MS));
+	due = next_sweep(now) <= now;
 	if (due)
 	{
 		db->sweep_wanted = false;
@@ -163,10 +174,7 @@ sleep_ms(TimestampTz now)
 
 	SpinLockAcquire(&db->mutex);
 	wanted = db->sweep_wanted;
-	until = TimestampTzPlusMilliseconds(db->swept_at,
-										(wanted || heard) ?
-										Min(SWEEP_PAUSE_MS, outbox_sweep_interval) :
-										outbox_sweep_interval);
+	until = next_sweep(now);
 	if (db->next_retry != 0)
 		until = Min(until, db->next_retry);
 	SpinLockRelease(&db->mutex);
@@ -275,7 +283,7 @@ kicked(TimestampTz now)
 	bool		result;
 
 	SpinLockAcquire(&db->mutex);
-	result = db->sweep_wanted && now >= TimestampTzPlusMilliseconds(db->swept_at, SWEEP_PAUSE_MS);
+	result = db->sweep_wanted && next_sweep(now) <= now;
 	SpinLockRelease(&db->mutex);
 	return result;
 }

@@ -22,12 +22,14 @@
 #include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "utils/acl.h"
+#include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
 #include "utils/guc.h"
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
 #include "utils/rel.h"
+#include "utils/resowner.h"
 #include "utils/syscache.h"
 
 /*
@@ -245,4 +247,72 @@ outbox_clip(const char *text, int limit)
 			*p = '?';
 	}
 	return result;
+}
+
+/* Refuse an argument that is null. */
+void
+outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name)
+{
+	if (PG_ARGISNULL(n))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("%s must not be null", name)));
+}
+
+/* Array of n elements, some of them null, as a parameter of a plan */
+Datum
+outbox_make_array(Datum *values, bool *nulls, int n, Oid type)
+{
+	int16		len;
+	bool		byval;
+	char		align;
+	int			lbound = 1;
+
+	get_typlenbyvalalign(type, &len, &byval, &align);
+	return PointerGetDatum(construct_md_array(values, nulls, 1, &n, &lbound,
+											  type, len, byval, align));
+}
+
+/*
+ * Run something in a subtransaction.  Returns null, or the error for which the
+ * subtransaction was rolled back, in the caller's memory context.
+ */
+ErrorData *
+outbox_try(void (*attempt) (void *arg), void *arg)
+{
+	MemoryContext context = CurrentMemoryContext;
+	ResourceOwner owner = CurrentResourceOwner;
+	ErrorData  *edata = NULL;
+
+	BeginInternalSubTransaction(NULL);
+	MemoryContextSwitchTo(context);
+	PG_TRY();
+	{
+		attempt(arg);
+		ReleaseCurrentSubTransaction();
+	}
+	PG_CATCH();
+	{
+		edata = outbox_catch_error(context);
+		RollbackAndReleaseCurrentSubTransaction();
+	}
+	PG_END_TRY();
+	MemoryContextSwitchTo(context);
+	CurrentResourceOwner = owner;
+	return edata;
+}
+
+/*
+ * Copy the error under way, and be in the given memory context again; in a
+ * PG_CATCH block.
+ */
+ErrorData *
+outbox_catch_error(MemoryContext context)
+{
+	ErrorData  *edata;
+
+	MemoryContextSwitchTo(context);
+	edata = CopyErrorData();
+	FlushErrorState();
+	return edata;
 }

@@ -29,16 +29,6 @@
 #include "utils/tuplestore.h"
 
 #define MAX_NAME 255			/* bytes of a subscription's name */
-/* Refuse an argument that is null. */
-void
-outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name)
-{
-	if (PG_ARGISNULL(n))
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("%s must not be null", name)));
-}
-
 /* The name of a subscription that is an argument, which must be given */
 static char *
 name_argument(FunctionCallInfo fcinfo, int n, const char *argument)
