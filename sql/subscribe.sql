@@ -11,6 +11,7 @@ CREATE ROLE outbox_subscribe_old;
 GRANT outbox_subscribe_team TO outbox_subscribe_alice, outbox_subscribe_bob;
 CREATE DATABASE outbox_subscribe TEMPLATE template0;
 \c outbox_subscribe outbox_subscribe_super
+SET IntervalStyle = 'postgres';
 CREATE EXTENSION outbox;
 SELECT outbox.grant(r, 'consume')
 FROM unnest('{outbox_subscribe_alice,outbox_subscribe_bob,outbox_subscribe_team,outbox_subscribe_old}'::name[]) r;
