@@ -165,6 +165,7 @@ UPDATE large SET t = repeat('x', 1024 * 1024);
 UPDATE large SET t = repeat('x', 1024 * 1024 - 1) || 'y', n = 3;
 SELECT type, length(payload->'new'->>'t') AS new, length(payload->'old'->>'t') AS old FROM recorded();
 -- unless they are too large for an event
+ALTER TABLE large ALTER t SET STORAGE EXTENDED;
 UPDATE large SET t = repeat('x', 64 * 1024 * 1024 + 1);
 SELECT outbox.capture('large', 'large.{op}', columns => '{id}');
 UPDATE large SET t = repeat('x', 64 * 1024 * 1024 + 1);
