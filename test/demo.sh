@@ -35,7 +35,7 @@ heading() { printf '\n## %s\n\n' "$*"; }
 # psql with its queries shown, read from standard input
 psql() {
 	timeout 60 "${as[@]}" "$bin/psql" -X -q -v ON_ERROR_STOP=1 -P pager=off \
-		-h "$scratch" -d postgres "$@" || die 'that should have worked'
+		-h "$scratch" -U postgres -d postgres "$@" || die 'that should have worked'
 }
 
 # must QUERY: the demonstration is only worth something if this is true
