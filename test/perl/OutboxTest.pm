@@ -403,8 +403,8 @@ sub heard
 	my ($self) = @_;
 	my $output = $self->{psql}->query_safe('SELECT');
 
-	push @{ $self->{heard} }, [ $1, $2 ]
-	  while $output =~ /^Asynchronous notification "(.*?)" with payload "(.*?)" received from server process/mg;
+	push @{ $self->{heard} }, [ $1, $2 // '' ]
+	  while $output =~ /^Asynchronous notification "(.*?)"(?: with payload "(.*?)")? received from server process/mg;
 	return @{ $self->{heard} };
 }
 
