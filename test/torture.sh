@@ -2,7 +2,7 @@
 #
 # Load with faults, then a check that nothing was lost and nothing made twice.
 #
-#	test/torture.sh [SECONDS [SEED]]		default 60, a random seed
+#	test/torture.sh [SECONDS [SEED]]		default 30, a random seed
 #
 # Eight writers record, roll back and use savepoints; two relays or so fan out.
 # Meanwhile workers are killed (kill -9 takes the server through recovery),
@@ -12,7 +12,7 @@
 set -eu
 . "$(dirname "$0")/common.sh"
 
-seconds=${1:-60}
+seconds=${1:-30}
 seed=${2:-$RANDOM}
 RANDOM=$seed
 find_server libipc-run-perl
