@@ -9,13 +9,13 @@
  * the transaction has committed.
  *
  * A ProcessUtility_hook makes way for DDL that no other session may be
- * connected for.  Until PostgreSQL 18 such DDL fails after five seconds
- * because of a worker; so, when the caller may run it at all, the database is
- * closed to workers, those that are there are ended, and the database is open
- * again when the transaction has ended, either way.  From 19 on the server
- * ends the workers itself, and the database is only closed.  A database that
- * takes no connections any more, or becomes a template, is treated likewise
- * in every version.
+ * connected for, or after which nobody may be.  Until PostgreSQL 18 such DDL
+ * fails after five seconds because of a worker; from 19 on the server ends our
+ * workers itself, but not for DROP DATABASE ... FORCE by an owner who is no
+ * superuser, and it knows nothing of their restart.  So, when the caller may
+ * run it at all, the database is closed to workers, those that are there are
+ * ended, and the database is open again when the transaction has ended, either
+ * way.
  *
  *-------------------------------------------------------------------------
  */
@@ -37,7 +37,6 @@
 #include "commands/extension.h"
 #include "miscadmin.h"
 #include "nodes/parsenodes.h"
-#include "postmaster/bgworker.h"
 #include "storage/latch.h"
 #include "tcop/utility.h"
 #include "utils/acl.h"
@@ -245,17 +244,14 @@ template_of(CreatedbStmt *stmt)
  * Which database does a statement need for itself, or takes away from us?
  * InvalidOid when it is none, the current one, or one that the caller has no
  * right to treat so: what is wrong with the statement the server will say.
- *
- * *by_server: the server ends workers of ours, so we need not.
  */
 static Oid
-database_to_close(Node *stmt, bool *by_server)
+database_to_close(Node *stmt)
 {
 	const char *name = NULL;
 	bool		copy = false;
 	Oid			dboid;
 
-	*by_server = BGWORKER_INTERRUPTIBLE != 0;
 	if (IsA(stmt, DropdbStmt))
 		name = ((DropdbStmt *) stmt)->dbname;
 	else if (IsA(stmt, CreatedbStmt))
@@ -277,14 +273,10 @@ database_to_close(Node *stmt, bool *by_server)
 		{
 			DefElem    *option = lfirst_node(DefElem, lc);
 
-			if (strcmp(option->defname, "tablespace") == 0)
+			if (strcmp(option->defname, "tablespace") == 0 ||
+				strcmp(option->defname, "is_template") == 0 ||
+				strcmp(option->defname, "allow_connections") == 0)
 				name = alter->dbname;
-			else if (strcmp(option->defname, "is_template") == 0 ||
-					 strcmp(option->defname, "allow_connections") == 0)
-			{
-				name = alter->dbname;
-				*by_server = false;
-			}
 		}
 	}
 	if (name == NULL || !IsTransactionState())
@@ -361,7 +353,6 @@ process_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
 				QueryEnvironment *queryEnv, DestReceiver *dest, QueryCompletion *qc)
 {
 	Node	   *stmt = pstmt->utilityStmt;
-	bool		by_server;
 	Oid			dboid;
 	int			entry;
 
@@ -383,7 +374,7 @@ process_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
 		return;
 	}
 
-	dboid = database_to_close(stmt, &by_server);
+	dboid = database_to_close(stmt);
 	if (!OidIsValid(dboid) || (entry = close_database(dboid)) < 0)
 	{
 		run_utility(pstmt, queryString, readOnlyTree, context, params, queryEnv, dest, qc);
@@ -392,8 +383,7 @@ process_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
 
 	PG_TRY();
 	{
-		if (!by_server)
-			end_workers(dboid);
+		end_workers(dboid);
 		run_utility(pstmt, queryString, readOnlyTree, context, params, queryEnv, dest, qc);
 	}
 	PG_CATCH();

@@ -285,7 +285,7 @@ outbox_worker_connect(Oid dboid, Oid userid, bool nologin)
 	if (!OidIsValid(dboid))
 	{
 		BackgroundWorkerInitializeConnection(NULL, NULL, 0);
-		SetConfigOption("application_name", MyBgworkerEntry->bgw_name, PGC_SUSET, PGC_S_OVERRIDE);
+		outbox_worker_pin_settings();
 		outbox_worker_reload();
 		pgstat_report_activity(STATE_IDLE, NULL);
 		return;

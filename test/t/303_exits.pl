@@ -82,6 +82,20 @@ is_conserved($node, 'cancelled in the middle of a pass');
 is(pid_of('outbox relay'), $relay, 'the relay is the same');
 is(pid_of('outbox launcher'), $launcher, 'so is the launcher');
 
+# A storm of signals in the middle of its work does no harm
+foreach my $i (1 .. 100)
+{
+	$node->safe_psql('postgres', q{SELECT outbox.record('x.storm') FROM generate_series(1, 50)}) if $i % 10 == 1;
+	foreach my $signal ('HUP', 'USR1', 'INT', 'USR2', 'ALRM', 'HUP')
+	{
+		kill $signal, $relay, $launcher;
+	}
+}
+wait_drained($node, 'a storm of signals');
+is_conserved($node, 'a storm of signals');
+is(pid_of('outbox relay'), $relay, 'the relay is the same');
+is(pid_of('outbox launcher'), $launcher, 'so is the launcher');
+
 # Again and again
 my $offset = -s $node->logfile;
 foreach my $i (1 .. 10)

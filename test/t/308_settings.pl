@@ -173,9 +173,10 @@ foreach my $setting ('role', 'session_authorization')
 }
 $node->safe_psql('postgres', 'ALTER DATABASE app RESET ALL');
 
-# Settings of the server, read again while the relay is there
+# Settings of the server, read again while the relay is there; not those under
+# which nobody can connect
 $node->append_conf('postgresql.conf', "$_ = '$hostile{$_}'")
-  foreach grep { !/^(?:default_table|exit_on_error|session_repl|client_enc|temp_file|default_tablesp|temp_tablesp|search_path)/ } sort keys %hostile;
+  foreach grep { !/^(?:transaction_timeout|default_table|exit_on_error|session_repl|client_enc|temp_file|default_tablesp|temp_tablesp|search_path)/ } sort keys %hostile;
 $node->append_conf('postgresql.conf', "search_path = 'evil, pg_catalog'");
 $node->reload;
 is(seen('settings of the server'), $plain, 'settings of the server change nothing');
