@@ -9,7 +9,37 @@
 MODULE_big = outbox
 OBJS = \
 	outbox.o \
-	$(patsubst %.c,%.o,$(sort $(wildcard src/*.c)))
+	src/await.o \
+	src/capture.o \
+	src/capture_alter.o \
+	src/capture_cache.o \
+	src/capture_definition.o \
+	src/capture_row.o \
+	src/capture_value.o \
+	src/check.o \
+	src/control.o \
+	src/ddl.o \
+	src/doorbell.o \
+	src/filter.o \
+	src/glob.o \
+	src/guc.o \
+	src/jobs.o \
+	src/keep.o \
+	src/launcher.o \
+	src/notify.o \
+	src/pass.o \
+	src/record.o \
+	src/redo.o \
+	src/relay.o \
+	src/rights.o \
+	src/route.o \
+	src/shmem.o \
+	src/spi.o \
+	src/stats.o \
+	src/subscribe.o \
+	src/subscription.o \
+	src/visit.o \
+	src/worker.o
 
 EXTENSION = outbox
 DATA = outbox--1.0.sql

@@ -200,15 +200,6 @@ suite_scripts() {
 		[ $status -eq 0 ] || cat "$scratch/demo.log"
 		result demo.sh $status
 	fi
-
-	# The source is indented as PostgreSQL 17 would.
-	if [ -e "$top/test/indent.sh" ] && [ -x "$("$PG_CONFIG" --bindir)/pgindent" ] &&
-		"$PG_CONFIG" --version | grep -q ' 17'; then
-		say '=== indent.sh --check'
-		as_tester env PGINDENT="$("$PG_CONFIG" --bindir)/pgindent" \
-			bash "$scratch/outbox/test/indent.sh" --check
-		result 'indent.sh --check' $?
-	fi
 }
 
 # No server process may have crashed on the way, even if the test that ran it
