@@ -20,6 +20,7 @@
 #include "lib/stringinfo.h"
 #include "miscadmin.h"
 #include "tcop/tcopprot.h"
+#include "utils/fmgroids.h"
 #include "utils/guc.h"
 #include "utils/memutils.h"
 #include "utils/timestamp.h"
@@ -33,6 +34,19 @@ int64		outbox_notify_failures = 0;
 static char listening[NAMEDATALEN];
 
 static bool was_heard;
+
+/*
+ * The queue is full.  The server moves its tail on only when a notification has
+ * been sent, or when it is asked how full the queue is; without this, a queue
+ * that others have read meanwhile would stay full.
+ */
+static void
+advance_queue(void)
+{
+	StartTransactionCommand();
+	(void) OidFunctionCall0(F_PG_NOTIFICATION_QUEUE_USAGE);
+	CommitTransactionCommand();
+}
 
 /*
  * Send payloads on a channel, in a transaction of its own.  Called outside a
@@ -75,6 +89,11 @@ send_notifications(const char *channel, List *payloads)
 		ok = false;
 	}
 	PG_END_TRY();
+	if (!ok)
+	{
+		advance_queue();
+		MemoryContextSwitchTo(context);
+	}
 	return ok;
 }
 
