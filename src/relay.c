@@ -208,6 +208,8 @@ run_pass(bool retry)
 	if (pass.gone)
 		leave();
 	count_pass(&pass);
+	if (pass.claimed > 0)
+		resting = false;		/* at rest nothing can be claimed */
 
 	/* what a full claim left has been posted; this is what was ours */
 	if (holding)
