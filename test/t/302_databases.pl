@@ -82,7 +82,7 @@ $node->safe_psql('copy', 'SELECT outbox.arm()');
 is($node->safe_psql('copy', "CALL outbox.await_fanout($seq, '60s')"), 'fanned', 'until it is armed');
 quick('DROP DATABASE copy', 'DROP DATABASE');
 
-quick('CREATE DATABASE copy TEMPLATE shop', 'once more');
+quick('CREATE DATABASE copy TEMPLATE shop', 'from within the database that is copied', db => 'shop');
 wait_for($node, 'a relay in the copy', q{SELECT count(*) = 1 FROM outbox.stat_relay WHERE database = 'copy' AND pid IS NOT NULL});
 quick('DROP DATABASE copy WITH (FORCE)', 'DROP DATABASE ... FORCE');
 wait_for($node, 'no relay for a database that is gone', q{SELECT count(*) = 0 FROM outbox.stat_relay WHERE database IS DISTINCT FROM 'shop' AND database IS DISTINCT FROM 'postgres'});

@@ -34,6 +34,7 @@ foreach my $node ($old, $new)
 {
 	$node->append_conf('postgresql.conf', $conf);
 }
+note('from PostgreSQL ' . $old->pg_version . ' to ' . $new->pg_version);
 $old->start;
 
 # Events and jobs in every state
