@@ -114,7 +114,7 @@ SELECT * FROM outbox.check();
 -- outbox.relays(), from which outbox.stat_relay reads
 SELECT database_oid = (SELECT oid FROM pg_database WHERE datname = current_database()) AS ours, relay,
 	EXISTS (SELECT FROM pg_stat_activity a WHERE a.pid = r.pid AND a.datname = r.database) AS running,
-	state NOT IN ('backoff', 'not running') AS well, passes > 0 AS passes, events, jobs, failures, notify_failures,
+	state IN ('idle', 'pass') AS well, passes > 0 AS passes, events, jobs, failures, notify_failures,
 	last_pass_at IS NOT NULL AS last_pass_at, last_error, last_error_at, backoff_until
 FROM outbox.relays() r WHERE database = current_database();
 SELECT pid IS NOT NULL AS pid, events, unmarked, oldest_unmarked FROM outbox.stat_relay WHERE database = current_database();
