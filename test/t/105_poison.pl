@@ -247,6 +247,8 @@ sql(q{DELETE FROM public.faults; SELECT outbox.requeue_many(ARRAY(SELECT seq FRO
 wait_drained($node, 'mended');
 is_conserved($node, 'many bad events', changing => 1);
 
+$listener->quit;
+
 #
 # An event of which not even the failure can be written down
 #
@@ -369,6 +371,5 @@ wait_drained($node, 'the alert', 'bytes');
 is($node->safe_psql('bytes', qq{SELECT octet_length(last_error) > 1000 FROM outbox.events WHERE seq = $bad}), 't', 'bytes are kept');
 is_conserved($node, 'SQL_ASCII', db => 'bytes');
 
-$listener->quit;
 $node->stop;
 done_testing();
