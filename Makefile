@@ -33,6 +33,7 @@ OBJS = \
 	src/relay.o \
 	src/rights.o \
 	src/route.o \
+	src/route_cache.o \
 	src/shmem.o \
 	src/spi.o \
 	src/stats.o \
