@@ -62,7 +62,8 @@ typedef struct FilterLoop
 
 /* What the handler of the timer looks at and sets */
 static TimeoutId timer = MAX_TIMEOUTS;
-static volatile uint32 evaluation = 0;	/* number of the one under way; 0: none */
+static volatile uint32 evaluation = 0;	/* number of the one under way; 0:
+										 * none */
 static volatile int64 spent = 0;	/* us that it surely took */
 static volatile int64 charged = 0;	/* us that ticks have charged to it */
 static volatile sig_atomic_t out_of_time = false;

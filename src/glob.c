@@ -104,7 +104,7 @@ outbox_glob_match(const OutboxPattern *pattern, const char *text, int len,
 	const char *p = pattern->text;
 	const char *pend = p + pattern->len;
 	const char *t = text;
-	const char *tend = text + len;
+	const char *tend = text +len;
 	const char *after_star = NULL;	/* in the pattern */
 	const char *resume = NULL;	/* in the text: what that star has not taken */
 

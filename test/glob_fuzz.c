@@ -125,7 +125,7 @@ main(int argc, char **argv)
 	for (i = 0; i < pairs; i++)
 	{
 		char		type[64];
-		char		text[64];
+		char text[	64];
 		const char *error;
 		OutboxPattern *parsed;
 		bool		expected;
@@ -159,7 +159,10 @@ main(int argc, char **argv)
 	}
 	printf("%ld matches, no difference\n", matches);
 
-	/* Patterns on which backtracking matchers never end; the limit is generous. */
+	/*
+	 * Patterns on which backtracking matchers never end; the limit is
+	 * generous.
+	 */
 	memset(many, 'a', sizeof(many));
 	if (seconds("*a*a*a*a*a*a*a*a*b", 100, many, sizeof(many)) > 0.001 ||
 		seconds("*a*a*a*a*a*a*a*a*b?", 100, many, sizeof(many)) > 0.001)
