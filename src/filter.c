@@ -4,10 +4,10 @@
  *		The filters of subscriptions: a jsonpath that looks at the payload.
  *
  * A path is data, not code of a user's: it can do no harm but take its time.
- * So each evaluation may use FILTER_LIMIT of processor time, and each
- * subscription FILTER_SHARE in one call, all of them FILTER_TOTAL.  Beyond that, and for a payload of
- * more than MAX_FILTERED bytes, the filter is left to who takes the job
- * (filter_pending).
+ * So in one call each evaluation may use FILTER_LIMIT of processor time, each
+ * subscription FILTER_SHARE and all of them FILTER_TOTAL.  Beyond that, and for
+ * a payload of more than MAX_FILTERED bytes, the filter is left to who takes
+ * the job (filter_pending).
  *
  * Time is measured by a timer that ticks while filters are evaluated.  It
  * counts processor time, because on a busy machine a harmless filter may stand
@@ -62,8 +62,7 @@ typedef struct FilterLoop
 
 /* What the handler of the timer looks at and sets */
 static TimeoutId timer = MAX_TIMEOUTS;
-static volatile uint32 evaluation = 0;	/* number of the one under way; 0:
-										 * none */
+static volatile uint32 evaluation = 0;	/* the one under way; 0: none */
 static volatile int64 spent = 0;	/* us that it surely took */
 static volatile int64 charged = 0;	/* us that ticks have charged to it */
 static volatile sig_atomic_t out_of_time = false;

@@ -20,12 +20,12 @@
 #define INTERNAL_PREFIX "outbox."
 #define INTERNAL_PREFIX_LEN 7
 
-/* Is text one of the extension's own types, or a pattern for them? */
+/* Is this one of the extension's own types, or a pattern for them? */
 static inline bool
-is_internal(const char *text, int len)
+is_internal(const char *name, int len)
 {
 	return len >= INTERNAL_PREFIX_LEN &&
-		memcmp(text, INTERNAL_PREFIX, INTERNAL_PREFIX_LEN) == 0;
+		memcmp(name, INTERNAL_PREFIX, INTERNAL_PREFIX_LEN) == 0;
 }
 
 /* Length of the character at p, which never reaches beyond the end */
@@ -90,7 +90,7 @@ outbox_glob_parse(const char *pattern, int len, const char **error)
 }
 
 /*
- * Does a pattern match the whole of a text?  Whether it excludes is for the
+ * Does a pattern match the whole of a type?  Whether it excludes is for the
  * caller to look at.
  *
  * When a character does not fit, only the last "*" need take one more: what
@@ -98,17 +98,17 @@ outbox_glob_parse(const char *pattern, int len, const char **error)
  * go back to, no recursion, and at most len * pattern->len steps.
  */
 bool
-outbox_glob_match(const OutboxPattern *pattern, const char *text, int len,
+outbox_glob_match(const OutboxPattern *pattern, const char *type, int len,
 				  OutboxCharLength char_length)
 {
 	const char *p = pattern->text;
 	const char *pend = p + pattern->len;
-	const char *t = text;
-	const char *tend = text +len;
+	const char *t = type;
+	const char *tend = type + len;
 	const char *after_star = NULL;	/* in the pattern */
-	const char *resume = NULL;	/* in the text: what that star has not taken */
+	const char *resume = NULL;	/* in the type: what that star has not taken */
 
-	if (pattern->internal != is_internal(text, len))
+	if (pattern->internal != is_internal(type, len))
 		return false;
 
 	/* most patterns that do not match can be told from their last byte */
@@ -151,11 +151,11 @@ outbox_glob_match(const OutboxPattern *pattern, const char *text, int len,
 }
 
 /*
- * Does a list of patterns match a text: some pattern does, and none that
+ * Does a list of patterns match a type: some pattern does, and none that
  * excludes?
  */
 bool
-outbox_glob_match_list(List *patterns, const char *text, int len,
+outbox_glob_match_list(List *patterns, const char *type, int len,
 					   OutboxCharLength char_length)
 {
 	bool		matched = false;
@@ -167,7 +167,7 @@ outbox_glob_match_list(List *patterns, const char *text, int len,
 
 		if (matched && !pattern->exclude)
 			continue;
-		if (!outbox_glob_match(pattern, text, len, char_length))
+		if (!outbox_glob_match(pattern, type, len, char_length))
 			continue;
 		if (pattern->exclude)
 			return false;

@@ -340,9 +340,9 @@ typedef struct OutboxPattern
 typedef int (*OutboxCharLength) (const char *text);
 
 extern OutboxPattern *outbox_glob_parse(const char *pattern, int len, const char **error);
-extern bool outbox_glob_match(const OutboxPattern *pattern, const char *text, int len,
+extern bool outbox_glob_match(const OutboxPattern *pattern, const char *type, int len,
 							  OutboxCharLength char_length);
-extern bool outbox_glob_match_list(List *patterns, const char *text, int len,
+extern bool outbox_glob_match_list(List *patterns, const char *type, int len,
 								   OutboxCharLength char_length);
 
 /* route.c */

@@ -241,11 +241,7 @@ change_rights(FunctionCallInfo fcinfo, bool give)
 
 	outbox_become_owner(&context);
 	outbox_spi_connect();
-
-	/*
-	 * two changes of one ACL at a time would fail with "tuple concurrently
-	 * updated"
-	 */
+	/* two changes of one ACL at a time would fail */
 	LockDatabaseObject(ExtensionRelationId, get_extension_oid(OUTBOX_EXTENSION, false), 0,
 					   ShareUpdateExclusiveLock);
 	read_held(roleid, held);

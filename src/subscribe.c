@@ -19,8 +19,7 @@
 #include "utils/timestamp.h"
 
 #define MAX_PATTERNS 1000		/* of one subscription */
-#define MAX_WILDCARDS 100		/* of them with a wildcard: each costs the
-								 * relay time */
+#define MAX_WILDCARDS 100		/* of them with a wildcard, which cost time */
 #define MAX_FILTER (64 * 1024)	/* bytes of a filter */
 #define MAX_OPTIONS (64 * 1024) /* bytes of the options */
 #define MAX_INTERVAL ((double) 366 * USECS_PER_DAY)
@@ -359,11 +358,7 @@ outbox_subscribe(PG_FUNCTION_ARGS)
 	if (!exists || !has_definition(values, nulls))
 	{
 		outbox_lock_routing();
-
-		/*
-		 * it may have come, gone or changed hands while we waited for the
-		 * lock
-		 */
+		/* it may have come, gone or changed hands meanwhile */
 		if (outbox_find_subscription(name, &sub))
 		{
 			outbox_check_may_change(name, &sub, caller);

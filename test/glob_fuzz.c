@@ -125,30 +125,30 @@ main(int argc, char **argv)
 	for (i = 0; i < pairs; i++)
 	{
 		char		type[64];
-		char text[	64];
+		char		glob[64];
 		const char *error;
 		OutboxPattern *parsed;
 		bool		expected;
 		bool		got;
 
 		make(type, type_pieces, lengthof(type_pieces), 10);
-		make(text, pattern_pieces, lengthof(pattern_pieces), 10);
-		parsed = outbox_glob_parse(text, strlen(text), &error);
+		make(glob, pattern_pieces, lengthof(pattern_pieces), 10);
+		parsed = outbox_glob_parse(glob, strlen(glob), &error);
 		if (parsed == NULL)
 		{
-			if (text[0] == '\0')
+			if (glob[0] == '\0')
 				continue;
-			printf("FAILED: pattern \"%s\" is refused: %s\n", text, error);
+			printf("FAILED: pattern \"%s\" is refused: %s\n", glob, error);
 			return 1;
 		}
-		expected = naive(text, type);
+		expected = naive(glob, type);
 		got = outbox_glob_match(parsed, type, strlen(type), utf8_length);
 		free(parsed);
 		matches += expected;
 		if (got != expected)
 		{
 			printf("FAILED: pattern \"%s\", type \"%s\": %s, but should be %s\n",
-				   text, type, got ? "match" : "no match", expected ? "match" : "no match");
+				   glob, type, got ? "match" : "no match", expected ? "match" : "no match");
 			return 1;
 		}
 	}
@@ -159,10 +159,7 @@ main(int argc, char **argv)
 	}
 	printf("%ld matches, no difference\n", matches);
 
-	/*
-	 * Patterns on which backtracking matchers never end; the limit is
-	 * generous.
-	 */
+	/* patterns on which backtracking matchers never end */
 	memset(many, 'a', sizeof(many));
 	if (seconds("*a*a*a*a*a*a*a*a*b", 100, many, sizeof(many)) > 0.001 ||
 		seconds("*a*a*a*a*a*a*a*a*b?", 100, many, sizeof(many)) > 0.001)
