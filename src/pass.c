@@ -193,14 +193,13 @@ claim(OutboxPass *pass, int64 *version)
 		" AND (SELECT true FROM outbox.armed a" \
 		" WHERE a.database OPERATOR(pg_catalog.=) $1 AND a.stopped_at IS NULL)" \
 		" AND e.seq OPERATOR(pg_catalog.<>) ALL ($2)"
+	/* what has failed before is left to the retries, and so holds up nothing */
 	static OutboxPlan fresh = {
 		CLAIM_COLUMNS
+		" AND e.retry_at IS NULL"
 		" AND e.seq OPERATOR(pg_catalog.>=) $5 AND e.seq OPERATOR(pg_catalog.<=) $6"
-		/* a time too far in the future is due to a clock that was set back */
-		" AND (e.retry_at IS NULL OR e.retry_at OPERATOR(pg_catalog.<=) $3"
-		" OR e.retry_at OPERATOR(pg_catalog.>) $7)"
 		" ORDER BY e.seq LIMIT $4 FOR NO KEY UPDATE OF e SKIP LOCKED",
-		7, {OIDOID, INT8ARRAYOID, TIMESTAMPTZOID, INT8OID, INT8OID, INT8OID, TIMESTAMPTZOID}, NULL
+		6, {OIDOID, INT8ARRAYOID, TIMESTAMPTZOID, INT8OID, INT8OID, INT8OID}, NULL
 	};
 	static OutboxPlan due = {
 		CLAIM_COLUMNS
@@ -209,7 +208,7 @@ claim(OutboxPass *pass, int64 *version)
 		4, {OIDOID, INT8ARRAYOID, TIMESTAMPTZOID, INT8OID}, NULL
 	};
 	TimestampTz now = GetCurrentTimestamp();
-	Datum		values[7];
+	Datum		values[6];
 	OutboxEvent *events;
 	bool		isnull;
 	int			n;
@@ -221,8 +220,6 @@ claim(OutboxPass *pass, int64 *version)
 	values[3] = Int64GetDatum(outbox_batch_size);
 	values[4] = Int64GetDatum(pass->range.low);
 	values[5] = Int64GetDatum(pass->range.high);
-	values[6] = TimestampTzGetDatum(TimestampTzPlusMilliseconds(now,
-																2 * outbox_retry_wait_ms(PG_INT16_MAX)));
 	n = (int) outbox_execute(pass->retry ? &due : &fresh, values, NULL, SPI_OK_SELECT);
 
 	pass->claimed = n;
@@ -436,9 +433,17 @@ look_up_retry(bool *resting)
 		" EXISTS (SELECT FROM pg_catalog.pg_prepared_xact())",
 		1, {OIDOID}, NULL
 	};
+	/* a time too far in the future is due to a clock that was set back */
+	static OutboxPlan mend = {
+		"UPDATE outbox.events SET retry_at = $1"
+		" WHERE retry_at OPERATOR(pg_catalog.>) $2 AND retry_at IS NOT NULL"
+		" AND fanned_out_at IS NULL AND poisoned_at IS NULL",
+		2, {TIMESTAMPTZOID, TIMESTAMPTZOID}, NULL
+	};
 	uint32		doubts = outbox_doorbell_doubts();
+	TimestampTz now = GetCurrentTimestamp();
 	TimestampTz result = 0;
-	Datum		values[1];
+	Datum		values[2];
 	Datum		value;
 	bool		isnull;
 
@@ -446,6 +451,9 @@ look_up_retry(bool *resting)
 	outbox_worker_begin("looking for events that wait for a retry");
 	if (lock_extension())
 	{
+		values[0] = TimestampTzGetDatum(now);
+		values[1] = TimestampTzGetDatum(now + 2 * 1000 * outbox_retry_wait_ms(PG_INT16_MAX));
+		outbox_execute(&mend, values, NULL, SPI_OK_UPDATE);
 		values[0] = ObjectIdGetDatum(MyDatabaseId);
 		outbox_execute(&next, values, NULL, SPI_OK_SELECT);
 		value = outbox_spi_value(0, 1, &isnull);
@@ -461,9 +469,7 @@ look_up_retry(bool *resting)
 
 /*
  * When is the next event to be retried?  0: none waits.  In a transaction of
- * its own; when that fails, it is asked again after a while.  A time far in the
- * future comes from a clock that was set back: no event waits longer than the
- * longest wait from now.
+ * its own; when that fails, it is asked again after a while.
  */
 TimestampTz
 outbox_pass_next_retry(bool *resting)
@@ -490,9 +496,6 @@ outbox_pass_next_retry(bool *resting)
 		result = TimestampTzPlusMilliseconds(now, outbox_retry_wait_ms(1));
 	}
 	PG_END_TRY();
-	if (result != 0)
-		result = Min(result,
-					 TimestampTzPlusMilliseconds(now, outbox_retry_wait_ms(PG_INT16_MAX)));
 
 	for (i = 0; i < nshunned; i++)
 	{

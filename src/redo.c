@@ -59,6 +59,8 @@ typedef struct Redo
 	int64		version;
 	int			nsubxacts;		/* that wrote, in this transaction */
 	bool		cut;			/* out of subtransactions: claim again */
+	OutboxEvent *end;			/* behind the last event that is not done */
+	bool		probed;			/* the last event has been tried out of turn */
 	List	   *failures;		/* Failure * */
 	List	   *fanned;			/* OutboxEvent *, in order */
 	int64		jobs;
@@ -150,37 +152,55 @@ in_trouble(Redo *redo)
 	return true;
 }
 
+/* Try one event alone; what it failed for is kept. */
+static void
+redo_event(Redo *redo, OutboxEvent *event)
+{
+	ErrorData  *edata = try_part(redo, event, 1);
+	Failure    *failure;
+
+	if (edata == NULL)
+		return;
+	failure = palloc0(sizeof(Failure));
+	failure->event = event;
+	failure->sqlstate = edata->sqlerrcode;
+	failure->message = outbox_error_text(edata, false);
+	failure->text = outbox_error_text(edata, true);
+	redo->failures = lappend(redo->failures, failure);
+}
+
 /*
  * Redo events by halves.  tried: they have failed together already.
+ *
+ * When it looks like trouble of the server, the last event is tried before that
+ * is believed: a row of events that fail must not hold up those behind them.
  */
 static void
 redo_part(Redo *redo, OutboxEvent *events, int n, bool tried)
 {
-	if (redo->cut || in_trouble(redo))
+	if (!redo->probed && in_trouble(redo))
+	{
+		redo->probed = true;
+		if (redo->nsubxacts < MAX_SUBXACTS && redo->end > events)
+			redo_event(redo, --redo->end);
+	}
+	n = Min(n, (int) (redo->end - events));
+	if (n <= 0 || redo->cut || in_trouble(redo))
 		return;
 	if (!tried || n == 1)
 	{
-		ErrorData  *edata;
-
 		if (redo->nsubxacts >= MAX_SUBXACTS)
 		{
 			redo->cut = true;
 			return;
 		}
-		edata = try_part(redo, events, n);
-		if (edata == NULL)
-			return;
 		if (n == 1)
 		{
-			Failure    *failure = palloc0(sizeof(Failure));
-
-			failure->event = events;
-			failure->sqlstate = edata->sqlerrcode;
-			failure->message = outbox_error_text(edata, false);
-			failure->text = outbox_error_text(edata, true);
-			redo->failures = lappend(redo->failures, failure);
+			redo_event(redo, events);
 			return;
 		}
+		if (try_part(redo, events, n) == NULL)
+			return;
 	}
 	redo_part(redo, events, n / 2, false);
 	redo_part(redo, events + n / 2, n - n / 2, false);
@@ -436,6 +456,7 @@ outbox_redo_once(OutboxPass *pass)
 		outbox_worker_commit();
 		return false;
 	}
+	redo.end = events + pass->claimed;
 	redo_part(&redo, events, pass->claimed, pass->claimed > 1);
 	judge(&redo);
 	pass->trouble = in_trouble(&redo);

@@ -350,7 +350,8 @@ outbox_relay_main(Datum main_arg)
 
 /*
  * Fan out everything that is unmarked in this database, for which there is no
- * slot in shared memory.  Returns false when the extension is not there.
+ * slot in shared memory, and retry what is due.  Returns false when the
+ * extension is not there.
  */
 bool
 outbox_relay_sweep_once(void)
@@ -360,22 +361,30 @@ outbox_relay_sweep_once(void)
 												  ALLOCSET_DEFAULT_SIZES);
 	OutboxPass	pass;
 	int64		low = OUTBOX_SEQ_MIN;
+	bool		retry = false;
+	bool		gone = false;
 
 	MemoryContextSwitchTo(context);
-	do
+	for (;;)
 	{
 		CHECK_FOR_INTERRUPTS();
 		outbox_worker_reload();
 		MemoryContextReset(context);
 		memset(&pass, 0, sizeof(pass));
+		pass.retry = retry;
 		pass.range.low = low;
 		pass.range.high = OUTBOX_SEQ_MAX;
 		outbox_pass(&pass);
-		if (pass.claimed > 0 && pass.last < OUTBOX_SEQ_MAX)
+		gone = pass.gone;
+		if (pass.full && !pass.trouble && !gone && (retry || pass.last < OUTBOX_SEQ_MAX))
 			low = pass.last + 1;
-	} while (pass.full && !pass.trouble && !pass.gone && low <= pass.last + 1);
+		else if (!retry && !gone)
+			retry = true;
+		else
+			break;
+	}
 	outbox_worker_idle();
 	MemoryContextSwitchTo(caller);
 	MemoryContextDelete(context);
-	return !pass.gone;
+	return !gone;
 }
