@@ -17,10 +17,10 @@
 #include "portability/instr_time.h"
 
 /* Times in ms */
-#define HEALTHY_AFTER 60000		/* the waits of a relay that lived so long begin anew */
-#define START_INTERVAL 100		/* between two starts of a relay, whatever ended it */
-#define ENDED_AT_ONCE 1000		/* a relay that lived no longer has done nothing */
-#define GO_BY_ITSELF 5000		/* for a relay to find out that it is not needed */
+#define HEALTHY_AFTER 60000		/* after such a life waits begin anew */
+#define START_INTERVAL 100		/* at least, between two starts of a relay */
+#define ENDED_AT_ONCE 1000		/* in so short a life nothing was done */
+#define GO_BY_ITSELF 5000		/* for a relay that is not needed */
 #define NO_ROOM_LOG_INTERVAL 600000 /* between two messages about it */
 
 int64		outbox_keep_now = 0;
@@ -276,7 +276,7 @@ start_relay(OutboxKeptDatabase *db, int number)
 
 	SpinLockAcquire(&slot->mutex);
 	if (slot->relays[number].pid == 0)
-		slot->relays[number].end = OUTBOX_END_FAILED;	/* until it says otherwise */
+		slot->relays[number].end = OUTBOX_END_FAILED;	/* unless it tells */
 	SpinLockRelease(&slot->mutex);
 
 	relay->handle = outbox_keep_start("outbox relay", "outbox_relay_main", db, &args);

@@ -168,7 +168,7 @@ typedef struct OutboxClosed
 
 typedef struct OutboxShared
 {
-	LWLock	   *lock;			/* slots, prepared, visits, closed, relays' pids */
+	LWLock	   *lock;			/* slots, places, visits, closed, prepared */
 
 	/* the launcher */
 	slock_t		mutex;			/* protects the following six */
@@ -181,7 +181,7 @@ typedef struct OutboxShared
 
 	OutboxVisit visits[OUTBOX_VISIT_KINDS];
 	OutboxClosed closed[OUTBOX_MAX_CLOSED];
-	bool		prepared_ddl;	/* some prepared transaction made or dropped an extension */
+	bool		prepared_ddl;	/* see ddl.c */
 
 	/* prepared transactions, under lock */
 	bool		prepared_unknown;	/* some may have recorded unknown seqs */
@@ -223,8 +223,10 @@ typedef struct OutboxSubscription
 	JsonPath   *filter;			/* NULL: none */
 	bool		coalescing;
 	bool		ordered;
-	bool		slow_filter;	/* its filter ran out of time: not evaluated here */
-	int64		filter_spent;	/* time that its filter took in this call, in us */
+	bool		slow_filter;	/* its filter ran out of time: not evaluated
+								 * here */
+	int64		filter_spent;	/* time that its filter took in this call, in
+								 * us */
 } OutboxSubscription;
 
 /* A subscription that an event matched */
@@ -331,9 +333,10 @@ extern char *outbox_clip(const char *text, int limit);
 typedef struct OutboxPattern
 {
 	bool		exclude;		/* began with ! */
-	bool		internal;		/* begins with "outbox.": matches the extension's own events */
+	bool		internal;		/* begins with "outbox.": matches the
+								 * extension's own events */
 	int			len;
-	char		text[FLEXIBLE_ARRAY_MEMBER];	/* without the ! */
+	char text[	FLEXIBLE_ARRAY_MEMBER]; /* without the ! */
 } OutboxPattern;
 
 /* Length in bytes of the character that begins there */
@@ -363,7 +366,8 @@ typedef struct OutboxPass
 {
 	OutboxRange range;			/* what is claimed, unless retry */
 	bool		retry;			/* claim the rows whose retry_at has come */
-	OutboxDatabase *db;			/* slot to which the rest is posted; NULL: none */
+	OutboxDatabase *db;			/* slot to which the rest is posted; NULL:
+								 * none */
 
 	/* results */
 	int			claimed;
@@ -430,7 +434,8 @@ extern bool outbox_listen_heard(void);
 typedef struct OutboxWorkerArgs
 {
 	Oid			dboid;
-	Oid			userid;			/* whom it works as; InvalidOid: the bootstrap superuser */
+	Oid			userid;			/* whom it works as; InvalidOid: the bootstrap
+								 * superuser */
 	bool		nologin;		/* who may not log in */
 	int			slot;			/* of the database, in OutboxShared.databases */
 	int			relay;			/* in OutboxDatabase.relays */
@@ -456,7 +461,8 @@ extern bool outbox_relay_sweep_once(void);
 
 /* launcher.c */
 extern void outbox_launcher_register(void);
-extern void outbox_launcher_tell(Oid dboid);	/* these three: must not raise or allocate */
+extern void outbox_launcher_tell(Oid dboid);	/* these three: must not raise
+												 * or allocate */
 extern void outbox_launcher_list_again(void);
 extern void outbox_launcher_wake(void);
 extern PGDLLEXPORT void outbox_launcher_main(Datum main_arg);
@@ -468,7 +474,8 @@ extern PGDLLEXPORT void outbox_sweep_main(Datum main_arg);
 /* ddl.c */
 extern void outbox_ddl_init(void);
 extern bool outbox_ddl_closed(Oid dboid);
-extern void outbox_ddl_at_xact_end(bool committed);	/* commit or abort: must not raise or allocate */
+extern void outbox_ddl_at_xact_end(bool committed); /* commit or abort: must
+													 * not raise or allocate */
 
 /* capture.c */
 extern void outbox_capture_init(void);

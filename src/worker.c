@@ -49,14 +49,18 @@ static bool stats_pending = false;
  * who owns no more than that database or role; a worker's statements must
  * mean, find and plan the same everywhere.
  */
-static const struct
+typedef struct PinnedSetting
 {
 	const char *name;
 	const char *value;
 	int			since;			/* first version that has it */
-}			pinned[] =
-{
-	/* what could end the worker, or end or delay a transaction; it counts at once */
+} PinnedSetting;
+
+static const PinnedSetting pinned[] = {
+	/*
+	 * what could end the worker, or end or delay a transaction; it counts at
+	 * once
+	 */
 	{"exit_on_error", "off", 0},
 	{"transaction_timeout", "0", 170000},
 	{"statement_timeout", "0", 0},
