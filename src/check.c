@@ -197,9 +197,13 @@ check_relays(CheckState *state)
 	launcher_pid = outbox_shared->launcher_pid;
 	SpinLockRelease(&outbox_shared->mutex);
 	if (launcher_pid == 0)
+	{
 		report(state, CHECK_ERROR,
-			   "It is started again after 5 s; if it is not, see the server's log.",
+			   psprintf("It is started again after 5 s; if it is not, see the server's log. \"max_worker_processes\" is %s.",
+						GetConfigOption("max_worker_processes", false, false)),
 			   "the launcher is not running");
+		return;
+	}
 	if (!outbox_database_listed(outbox_current_database()))
 		return;
 	if (db == NULL)
