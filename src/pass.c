@@ -437,13 +437,15 @@ look_up_retry(bool *resting)
 	static OutboxPlan mend = {
 		"UPDATE outbox.events SET retry_at = $1"
 		" WHERE retry_at OPERATOR(pg_catalog.>) $2 AND retry_at IS NOT NULL"
-		" AND fanned_out_at IS NULL AND poisoned_at IS NULL",
-		2, {TIMESTAMPTZOID, TIMESTAMPTZOID}, NULL
+		" AND fanned_out_at IS NULL AND poisoned_at IS NULL"
+		" AND (SELECT true FROM outbox.armed a"
+		" WHERE a.database OPERATOR(pg_catalog.=) $3 AND a.stopped_at IS NULL)",
+		3, {TIMESTAMPTZOID, TIMESTAMPTZOID, OIDOID}, NULL
 	};
 	uint32		doubts = outbox_doorbell_doubts();
 	TimestampTz now = GetCurrentTimestamp();
 	TimestampTz result = 0;
-	Datum		values[2];
+	Datum		values[3];
 	Datum		value;
 	bool		isnull;
 
@@ -453,6 +455,7 @@ look_up_retry(bool *resting)
 	{
 		values[0] = TimestampTzGetDatum(now);
 		values[1] = TimestampTzGetDatum(now + 2 * 1000 * outbox_retry_wait_ms(PG_INT16_MAX));
+		values[2] = ObjectIdGetDatum(MyDatabaseId);
 		outbox_execute(&mend, values, NULL, SPI_OK_UPDATE);
 		values[0] = ObjectIdGetDatum(MyDatabaseId);
 		outbox_execute(&next, values, NULL, SPI_OK_SELECT);
