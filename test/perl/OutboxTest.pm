@@ -350,10 +350,13 @@ sub kill_postmaster
 	$node->kill9;
 	foreach (1 .. 100 * $PostgreSQL::Test::Utils::timeout_default)
 	{
-		# the next postmaster takes even a zombie for a running one
-		return
-		  unless process_status($postmaster)
-		  || grep { ((process_status($_))[0] // 'Z') ne 'Z' } @children;
+		if (!grep { ((process_status($_))[0] // 'Z') ne 'Z' } $postmaster, @children)
+		{
+			# nobody may be there to bury it, and the next postmaster takes
+			# even a zombie for a running one
+			unlink $node->data_dir . '/postmaster.pid', $node->host . '/.s.PGSQL.' . $node->port . '.lock';
+			return;
+		}
 		usleep(10_000);
 	}
 	die 'the postmaster or its children live on';
