@@ -24,6 +24,7 @@
 #include "storage/spin.h"
 #include "utils/jsonb.h"
 #include "utils/jsonpath.h"
+#include "utils/snapshot.h"
 
 #include "compat.h"
 
@@ -321,6 +322,8 @@ extern void outbox_become_caller(OutboxOwnerContext *context);
 extern void outbox_spi_connect(void);
 extern void outbox_spi_finish(void);
 extern uint64 outbox_execute(OutboxPlan *plan, Datum *values, const char *nulls, int expected);
+extern uint64 outbox_execute_snapshot(OutboxPlan *plan, Datum *values, const char *nulls,
+									  int expected, Snapshot snapshot);
 extern Datum outbox_spi_value(int row, int column, bool *isnull);
 extern char *outbox_spi_string(int row, int column);
 extern void outbox_check_not_null(FunctionCallInfo fcinfo, int n, const char *name);

@@ -21,6 +21,7 @@
 #include "utils/builtins.h"
 #include "utils/guc.h"
 #include "utils/memutils.h"
+#include "utils/snapmgr.h"
 #include "utils/timestamp.h"
 
 /* Bytes of an error text that are stored with an event */
@@ -220,7 +221,8 @@ claim(OutboxPass *pass, int64 *version)
 	values[3] = Int64GetDatum(outbox_batch_size);
 	values[4] = Int64GetDatum(pass->range.low);
 	values[5] = Int64GetDatum(pass->range.high);
-	n = (int) outbox_execute(pass->retry ? &due : &fresh, values, NULL, SPI_OK_SELECT);
+	n = (int) outbox_execute_snapshot(pass->retry ? &due : &fresh, values, NULL,
+									  SPI_OK_SELECT, GetActiveSnapshot());
 
 	pass->claimed = n;
 	pass->full = (n == outbox_batch_size);
@@ -280,6 +282,13 @@ outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version)
 		return false;
 	}
 	pass->last = OUTBOX_SEQ_MIN;
+
+	/*
+	 * The claim's snapshot: taken after the hint was, and the one by which the
+	 * subscriptions are read, if they must be.
+	 */
+	PopActiveSnapshot();
+	PushActiveSnapshot(GetTransactionSnapshot());
 	*events = claim(pass, version);
 	if (pass->full && !pass->retry && pass->db != NULL && pass->last < pass->range.high)
 	{

@@ -28,6 +28,7 @@
 #include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "utils/memutils.h"
+#include "utils/snapmgr.h"
 
 /* The table of types seen is emptied when it has so many of them, ... */
 #define MAX_TYPES 10000
@@ -72,9 +73,9 @@ outbox_route_forget(void)
 
 /* Read the cache anew.  The new one is made whole before the old one goes. */
 static void
-load_cache(void)
+load_cache(Snapshot snapshot)
 {
-	RouteCache *loaded = outbox_route_load();
+	RouteCache *loaded = outbox_route_load(snapshot);
 
 	outbox_route_forget();
 	cache = loaded;
@@ -308,8 +309,9 @@ route_event(OutboxEvent *event)
 /*
  * Fill the targets of events, in the key order of the subscriptions' names.
  *
- * version is what the claim read in its own snapshot.  The cache may be newer
- * than that, never older.  Targets are allocated in the current context; what
+ * version is what the claim read in its own snapshot, which is the active one
+ * still: subscriptions are read by it too, so that none that came or went since
+ * the claim makes a difference.  Targets are allocated in the current context; what
  * they point to stays until the next call.  The caller is connected to SPI.
  */
 void
@@ -318,7 +320,7 @@ outbox_route_events(OutboxEvent *events, int nevents, int64 version)
 	int			i;
 
 	if (cache == NULL || cache->version != version)
-		load_cache();
+		load_cache(GetActiveSnapshot());
 	for (i = 0; i < nevents; i++)
 		route_event(&events[i]);
 	outbox_filter_events(events, nevents, NULL);
@@ -335,7 +337,7 @@ outbox_route_events(OutboxEvent *events, int nevents, int64 version)
 void
 outbox_route_given(OutboxEvent *event, const OutboxContent *content)
 {
-	load_cache();
+	load_cache(InvalidSnapshot);
 	route_event(event);
 	outbox_filter_events(event, 1, content);
 }

@@ -123,10 +123,10 @@ load_subscription(LoadedSubscription *loaded, int row)
 
 /*
  * Read the version and all subscriptions, in one statement and so in one
- * snapshot.  Returns them in key order, allocated where we are called.
+ * snapshot, the given one if it is valid.  Returns them in key order, allocated where we are called.
  */
 static LoadedSubscription *
-load_subscriptions(int64 *version, int *nsubs)
+load_subscriptions(int64 *version, int *nsubs, Snapshot snapshot)
 {
 	static OutboxPlan load = {
 		"SELECT r.version, s.id, s.name, s.types, s.scope, s.filter, s.coalescing, s.ordered"
@@ -138,7 +138,7 @@ load_subscriptions(int64 *version, int *nsubs)
 	bool		isnull;
 	int			i;
 
-	nrows = outbox_execute(&load, NULL, NULL, SPI_OK_SELECT);
+	nrows = outbox_execute_snapshot(&load, NULL, NULL, SPI_OK_SELECT, snapshot);
 	if (nrows == 0)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
@@ -307,11 +307,12 @@ make_tables(RouteCache *rc, LoadedSubscription *loaded)
 }
 
 /*
- * Read all subscriptions.  The cache is made below the current context and
+ * Read all subscriptions, by the given snapshot or, when that is invalid, by a
+ * new one.  The cache is made below the current context and
  * moved to the top when it is whole, so that an error leaves nothing behind.
  */
 RouteCache *
-outbox_route_load(void)
+outbox_route_load(Snapshot snapshot)
 {
 	MemoryContext context;
 	MemoryContext work;
@@ -326,7 +327,7 @@ outbox_route_load(void)
 	old = MemoryContextSwitchTo(work);
 	rc = MemoryContextAllocZero(context, sizeof(RouteCache));
 	rc->context = context;
-	loaded = load_subscriptions(&rc->version, &rc->nsubs);
+	loaded = load_subscriptions(&rc->version, &rc->nsubs, snapshot);
 
 	MemoryContextSwitchTo(context);
 	rc->subs = MemoryContextAllocHuge(context, ((Size) rc->nsubs + 1) * sizeof(OutboxSubscription));

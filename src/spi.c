@@ -181,6 +181,14 @@ outbox_spi_finish(void)
 uint64
 outbox_execute(OutboxPlan *plan, Datum *values, const char *nulls, int expected)
 {
+	return outbox_execute_snapshot(plan, values, nulls, expected, InvalidSnapshot);
+}
+
+/* The same with a snapshot that was taken before. */
+uint64
+outbox_execute_snapshot(OutboxPlan *plan, Datum *values, const char *nulls, int expected,
+						Snapshot snapshot)
+{
 	MemoryContext context = CurrentMemoryContext;
 	int			rc;
 
@@ -194,10 +202,11 @@ outbox_execute(OutboxPlan *plan, Datum *values, const char *nulls, int expected)
 			elog(ERROR, "SPI_keepplan failed");
 		plan->plan = prepared;
 	}
-	rc = SPI_execute_plan(plan->plan, values, nulls, false, 0);
+	rc = SPI_execute_snapshot(plan->plan, values, nulls, snapshot, InvalidSnapshot,
+							  false, true, 0);
 	MemoryContextSwitchTo(context); /* SPI leaves its own */
 	if (rc != expected)
-		elog(ERROR, "SPI_execute_plan returned %s for \"%s\"",
+		elog(ERROR, "SPI_execute_snapshot returned %s for \"%s\"",
 			 SPI_result_code_string(rc), plan->query);
 	return SPI_processed;
 }
