@@ -231,7 +231,7 @@ SKIP:
 {
 	my $pid = wait_at_gate($node);
 
-	skip 'subtransactions are not shown', 1 if $node->pg_version < 16;
+	skip 'subtransactions are not shown', 1 if $node->pg_version->major < 16;
 	my ($count, $overflowed) = split /\|/, sql(qq{
 		SELECT s.subxact_count, s.subxact_overflowed
 		FROM pg_stat_get_backend_idset() b, pg_stat_get_backend_subxact(b) s WHERE pg_stat_get_backend_pid(b) = $pid});

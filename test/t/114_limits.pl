@@ -147,18 +147,18 @@ my @settings = (
 	"client_encoding = 'LATIN1'", "synchronous_commit = 'off'", 'track_activities = off', 'exit_on_error = on', 'check_function_bodies = off', "xmlbinary = 'hex'",
 	'client_min_messages = debug5', 'constraint_exclusion = on', 'from_collapse_limit = 1', 'cursor_tuple_fraction = 0', "bytea_output = 'hex'",
 	"lc_messages = 'C'", "application_name = 'evil'", "role = 'low'", 'max_parallel_workers_per_gather = 8');
-push @settings, 'transaction_timeout = 1', 'restrict_nonsystem_relation_kind = \'view\'' if $node->pg_version >= 17;
+push @settings, 'transaction_timeout = 1', 'restrict_nonsystem_relation_kind = \'view\'' if $node->pg_version->major >= 17;
 sql('CREATE ROLE low; CREATE SCHEMA evil; CREATE TABLE evil.events (seq bigint)');
 my $events = 0;
 foreach my $setting (@settings)
 {
 	# 19 has no other setting of it
-	next if $setting =~ /^standard_conforming_strings/ && $node->pg_version >= 19;
+	next if $setting =~ /^standard_conforming_strings/ && $node->pg_version->major >= 19;
 	$node->safe_psql('template1', "ALTER DATABASE postgres SET $setting");
 	$node->safe_psql('template1', q{SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_type = 'outbox relay'});
 	# the writer's own sessions are to work all the same
 	local $ENV{PGOPTIONS} = '-c statement_timeout=0 -c lock_timeout=0 -c idle_in_transaction_session_timeout=0'
-	  . ' -c default_transaction_read_only=off -c role=none' . ($node->pg_version >= 17 ? ' -c transaction_timeout=0' : '');
+	  . ' -c default_transaction_read_only=off -c role=none' . ($node->pg_version->major >= 17 ? ' -c transaction_timeout=0' : '');
 	my $seq = sql(q{SELECT outbox.record('x.setting', 's', '{"n": 2}')});
 	fanned($seq, $setting);
 	$events++;
