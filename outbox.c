@@ -15,7 +15,7 @@
 #include "utils/guc.h"
 
 #ifdef PG_MODULE_MAGIC_EXT
-PG_MODULE_MAGIC_EXT(.name = "outbox", .version = "1.0");
+PG_MODULE_MAGIC_EXT(.name = "outbox",.version = "1.0");
 #else
 PG_MODULE_MAGIC;
 #endif

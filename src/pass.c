@@ -85,9 +85,11 @@ outbox_error_text(ErrorData *edata, bool detail)
 	if (detail && edata->detail)
 		text = psprintf("%s: %s\nDETAIL: %s", unpack_sql_state(edata->sqlerrcode),
 						edata->message ? edata->message : "", edata->detail);
+
 	else
 		text = psprintf("%s: %s", unpack_sql_state(edata->sqlerrcode),
 						edata->message ? edata->message : "");
+
 	return outbox_clip(text, MAX_STORED_ERROR);
 }
 
@@ -284,8 +286,8 @@ outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version)
 	pass->last = OUTBOX_SEQ_MIN;
 
 	/*
-	 * The claim's snapshot: taken after the hint was, and the one by which the
-	 * subscriptions are read, if they must be.
+	 * The claim's snapshot: taken after the hint was, and the one by which
+	 * the subscriptions are read, if they must be.
 	 */
 	PopActiveSnapshot();
 	PushActiveSnapshot(GetTransactionSnapshot());
@@ -399,7 +401,10 @@ outbox_pass(OutboxPass *pass)
 						   edata->message ? edata->message : "")));
 	if (hopeless(edata->sqlerrcode) || pass->claimed == 0)
 	{
-		/* a claim that failed has posted nothing, so all of it is to be redone */
+		/*
+		 * a claim that failed has posted nothing, so all of it is to be
+		 * redone
+		 */
 		if (pass->claimed == 0)
 			pass->range = range;
 		pass->trouble = true;
@@ -442,6 +447,7 @@ look_up_retry(bool *resting)
 		" EXISTS (SELECT FROM pg_catalog.pg_prepared_xact())",
 		1, {OIDOID}, NULL
 	};
+
 	/* a time too far in the future is due to a clock that was set back */
 	static OutboxPlan mend = {
 		"UPDATE outbox.events SET retry_at = $1"

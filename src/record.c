@@ -331,7 +331,10 @@ outbox_record(PG_FUNCTION_ARGS)
 	{
 		text	   *type = PG_GETARG_TEXT_PP(0);
 
-		/* also in a database that is not armed: only a restore is let in there */
+		/*
+		 * also in a database that is not armed: only a restore is let in
+		 * there
+		 */
 		outbox_check_type(VARDATA_ANY(type), VARSIZE_ANY_EXHDR(type), false);
 	}
 	PG_RETURN_INT64(outbox_record_event(PG_GETARG_DATUM(0), PG_GETARG_DATUM(1),
@@ -353,6 +356,7 @@ outbox_record_poisoned(const OutboxEvent *event, const char *error)
 	Datum		scope = (Datum) 0;
 	JsonbValue	object;
 	JsonbPair	pairs[5];
+
 	/* in the order that jsonb wants: by length, then by bytes */
 	static const char *const keys[] = {"seq", "type", "subject", "failures", "last_error"};
 	int			i;

@@ -314,7 +314,7 @@ write_failures(void *arg)
 		columns[2][i] = Int16GetDatum(event->failures);
 		columns[3][i] = CStringGetTextDatum(failure->text);
 		columns[4][i] = TimestampTzGetDatum(TimestampTzPlusMilliseconds(now,
-																		 outbox_retry_wait_ms(event->tries)));
+																		outbox_retry_wait_ms(event->tries)));
 		columns[5][i] = TimestampTzGetDatum(now);
 		noretry[i] = failure->poisoned;
 		nopoison[i] = !failure->poisoned;
@@ -481,4 +481,3 @@ outbox_redo_once(OutboxPass *pass)
 	report_failures(&redo);
 	return redo.cut && !pass->trouble;
 }
-

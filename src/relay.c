@@ -45,7 +45,8 @@ static bool holding = false;
 static bool started = false;	/* has swept once */
 static bool resting = false;	/* not armed, or stopped */
 static bool heard = false;		/* a notification asks for a sweep */
-static int	troubles = 0;		/* passes over fresh events in trouble, in a row */
+static int	troubles = 0;		/* passes over fresh events in trouble, in a
+								 * row */
 static int	retry_troubles = 0; /* the same of retries */
 static bool retried = false;	/* the last turn was one of retries */
 static TimestampTz backoff_until = 0;
