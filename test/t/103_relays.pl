@@ -60,6 +60,25 @@ set_conf($node, 'outbox.relays' => 6);
 wait_drained($node, 'a backlog');
 wait_relay($node, 6);
 is_conserved($node, 'a backlog');
+
+# Events that fail, with many relays: each failure counts once, and five of
+# them are enough, whoever tried.
+install_faults($node);
+$node->safe_psql('postgres', q{
+	BEGIN;
+	SELECT count(outbox.record('x.some.fail', 's/' || i, '{"n": 1}')) FROM generate_series(1, 1000) i;
+	INSERT INTO public.faults SELECT seq, '23514' FROM outbox.events WHERE type = 'x.some.fail' AND seq % 25 = 0;
+	COMMIT});
+$node->poll_query_until('postgres', q{SELECT count(*) = 40 FROM outbox.poisoned}) or diag('not all are poisoned');
+wait_drained($node, 'events of which some fail');
+is($node->safe_psql('postgres', q{SELECT count(*), count(fanned_out_at), min(failures) FILTER (WHERE fanned_out_at IS NULL), max(failures), max(failures) FILTER (WHERE fanned_out_at IS NOT NULL) FROM outbox.events WHERE type = 'x.some.fail'}),
+	'1000|960|5|5|0', 'each of the bad ones was charged five times, none of the good ones');
+is($node->safe_psql('postgres', q{SELECT count(*), count(DISTINCT payload ->> 'seq') FROM outbox.events WHERE type = 'outbox.event.poisoned'}), '40|40', 'each has one alert');
+is_conserved($node, 'events of which some fail');
+$node->safe_psql('postgres', 'DELETE FROM public.faults; SELECT outbox.requeue_many(ARRAY(SELECT seq FROM outbox.poisoned))');
+wait_drained($node, 'requeued');
+is_conserved($node, 'requeued');
+
 set_conf($node, 'outbox.relays' => 1);
 wait_relay($node, 1);
 is(scalar(relay_pids($node)), 1, 'one relay is left');

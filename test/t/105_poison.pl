@@ -325,6 +325,25 @@ is(sql(q{SELECT max(failures), count(poisoned_at) FROM outbox.events WHERE type 
 sql(q{DELETE FROM public.faults; UPDATE outbox.events SET retry_at = now() WHERE fanned_out_at IS NULL; SELECT outbox.wake()});
 wait_drained($node, 'in the end');
 
+# What waits for a retry is known again after a restart: no bell rings for it,
+# and the sweep leaves it to its own time.
+foreach my $how (qw(relay server))
+{
+	my $waiting = sql(q{INSERT INTO public.faults SELECT outbox.record('x.waiting'), '40001' RETURNING seq});
+
+	wait_for($node, 'a try', "SELECT tries > 0 FROM outbox.events WHERE seq = $waiting");
+	sql('DELETE FROM public.faults');
+	if ($how eq 'server')
+	{
+		$node->restart;
+	}
+	else
+	{
+		sql(q{SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_type = 'outbox relay'});
+	}
+	is(sql("CALL outbox.await_fanout($waiting, '30s')"), 'fanned', "an event that waits for its retry over a restart of the $how");
+}
+
 #
 # Texts of errors
 #
