@@ -56,7 +56,8 @@ install_faults($old, 'app');
 $old->safe_psql('app', q{
 	WITH bad AS (SELECT outbox.record('x.bad') AS seq) INSERT INTO faults SELECT seq, '22023' FROM bad});
 wait_for($old, 'a poisoned event', 'SELECT count(*) = 1 FROM outbox.poisoned', 'app');
-$old->safe_psql('app', 'SELECT outbox.stop()');
+set_conf($old, 'outbox.databases' => "''");
+wait_for($old, 'no relay', q{SELECT count(*) = 0 FROM pg_stat_activity WHERE backend_type = 'outbox relay'});
 $old->safe_psql('app', q{SELECT outbox.record('x.waiting') FROM generate_series(1, 10)});
 $old->safe_psql('app', 'DROP TRIGGER fault ON outbox.jobs');
 
@@ -71,13 +72,15 @@ my $contents = q{
 	ORDER BY 1, 2};
 my $before = $old->safe_psql('app', $contents);
 $old->stop;
+# a relay would do its work now, if there were one
+$old->append_conf('postgresql.conf', "outbox.databases = '*'");
 
 # pg_upgrade writes into its own directory
 my $here = getcwd();
 chdir $PostgreSQL::Test::Utils::tmp_check or die "chdir: $!";
 command_ok(
 	[
-		'pg_upgrade', '--no-sync',
+		'pg_upgrade', '--no-sync', '--retain',
 		'-d', $old->data_dir, '-D', $new->data_dir,
 		'-b', $bindir // $new->config_data('--bindir'), '-B', $new->config_data('--bindir'),
 		'-s', $new->host, '-p', $old->port, '-P', $new->port
@@ -85,11 +88,13 @@ command_ok(
 	'pg_upgrade');
 chdir $here or die "chdir: $!";
 
-# Whether it ran in the meantime, its logs would say
+# What ran meanwhile is in the logs, if only because it was told to end
 my @logs = grep { -f } glob($new->data_dir . '/pg_upgrade_output.d/*/log/*'), glob($new->data_dir . '/pg_upgrade_output.d/log/*');
 unlike(join('', map { slurp_file($_) } @logs), qr/outbox (launcher|relay|probe)/, 'no worker during the upgrade');
 
-my $offset = -s $new->logfile // 0;
+cmp_ok(scalar(grep { /pg_upgrade_server\.log$/ } @logs), '>', 0, 'as the logs of its servers say');
+
+$new->append_conf('postgresql.conf', "outbox.databases = ''");
 $new->start;
 my $after = $new->safe_psql('app', $contents);
 my $bump = sub { my ($text) = @_; $text =~ s/^sequence\|.*$//m; return $text };
@@ -98,7 +103,7 @@ my ($seq_before, $job_before) = $before =~ /^sequence\|(\d+) (\d+)$/m;
 my ($seq_after, $job_after) = $after =~ /^sequence\|(\d+) (\d+)$/m;
 ok($seq_after > $seq_before && $job_after > $job_before, 'sequences go on');
 is($new->safe_psql('app', 'SELECT count(*) FROM outbox.events WHERE fanned_out_at IS NULL AND poisoned_at IS NULL'), 10, 'what waited waits');
-$new->safe_psql('app', 'SELECT outbox.start()');
+set_conf($new, 'outbox.databases' => "'*'");
 wait_drained($new, 'after the upgrade', 'app');
 $new->safe_psql('app', 'SELECT outbox.requeue(seq) FROM outbox.poisoned');
 wait_drained($new, 'the poisoned event', 'app');
