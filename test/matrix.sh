@@ -147,7 +147,7 @@ in_chroot() {
 
 # test_version VERSION
 test_version() {
-	local version=$1 root=$matrix_dir/$1 copy status
+	local version=$1 root=$matrix_dir/$1
 
 	case $version in
 		15)
@@ -161,16 +161,12 @@ test_version() {
 			;;
 	esac
 
-	copy=$(mktemp -d "$root/tmp/outbox.XXXXXX") || return 1
 	chmod 755 "$copy"
 	copy_tree "$copy"
 	in_chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
 		CI="${CI:-}" OUTBOX_KEEP="${OUTBOX_KEEP:-}" \
 		PG_CONFIG="/usr/lib/postgresql/$version/bin/pg_config" \
 		bash "${copy#"$root"}/test/run.sh" ${RUN_ARGS:-}
-	status=$?
-	rm -rf "$copy"
-	return $status
 }
 
 # One at a time: two runs must not make the same chroot at once.
@@ -194,7 +190,9 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 
 output=$(mktemp)
-trap 'rm -f "$output"' EXIT
+copy=
+trap 'rm -rf "$output" ${copy:+"$copy"}' EXIT
+trap 'exit 130' INT TERM
 failed=0
 summary=()
 for version; do
@@ -204,6 +202,10 @@ for version; do
 		continue
 	fi
 	[ -z "$make_only" ] || continue
+	case $version in
+		15 | assert) copy= ;;
+		*) copy=$(mktemp -d "$matrix_dir/$version/tmp/outbox.XXXXXX") || exit 1 ;;
+	esac
 	say "=== PostgreSQL $version"
 	if test_version "$version" 2>&1 | tee "$output"; then
 		result=ok
@@ -212,6 +214,7 @@ for version; do
 		failed=1
 	fi
 	closing=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$output" | tail -n 1)
+	rm -rf ${copy:+"$copy"}
 	summary+=("PostgreSQL $version: $result (${closing:-did not finish})")
 done
 
