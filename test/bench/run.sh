@@ -167,9 +167,12 @@ COMMIT;
 SQL
 	chmod 644 "$scratch"/*.sql
 	for ((i = 0; i < RUNS; i++)); do
-		empty; sql -c "TRUNCATE bench.orders, bench.plain"
+		# each right after a checkpoint, so that each writes its pages whole
+		empty; sql -c "TRUNCATE bench.orders, bench.plain" -c CHECKPOINT
 		a+=("$(pgbench_tps "$seconds" record)")
+		sql -c CHECKPOINT
 		b+=("$(pgbench_tps "$seconds" plain)")
+		sql -c CHECKPOINT
 		c+=("$(pgbench_tps "$seconds" notify)")
 	done
 	local x y z
