@@ -60,6 +60,7 @@ set_conf($node, 'outbox.relays' => 6);
 wait_drained($node, 'a backlog');
 wait_relay($node, 6);
 is_conserved($node, 'a backlog');
+unlike(slurp_file($node->logfile), qr/outbox relay failed/, 'relays do not get in each other\'s way');
 
 # Events that fail, with many relays: each failure counts once, and five of
 # them are enough, whoever tried.
@@ -83,7 +84,7 @@ set_conf($node, 'outbox.relays' => 1);
 wait_relay($node, 1);
 is(scalar(relay_pids($node)), 1, 'one relay is left');
 
-is(scalar(() = slurp_file($node->logfile) =~ /(deadlock detected|could not serialize)/g), 0, 'relays do not hinder each other');
+unlike(slurp_file($node->logfile), qr/deadlock detected|could not serialize/, 'no deadlock');
 
 $node->stop;
 done_testing();

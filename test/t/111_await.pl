@@ -88,6 +88,20 @@ SKIP:
 	is(end_waiting($session), 'fanned', 'its own does');
 }
 
+# Whoever waits is woken: by itself it would look again only after a second.
+my $soon = 0;
+foreach (1 .. 20)
+{
+	my $n = next_seq();
+
+	start_waiting($session, "CALL outbox.await_fanout($n, '60s')");
+	my $start = time;
+	sql(q{SELECT outbox.record('x')});
+	end_waiting($session) eq 'fanned' or die "event $n is not fanned out";
+	$soon++ if time - $start < 0.5;
+}
+cmp_ok($soon, '>=', 10, 'those whose event was fanned out are woken');
+
 # Outcomes
 $seq = sql(q{SELECT outbox.record('x')});
 is(sql("CALL outbox.await_fanout($seq)"), 'fanned', 'the default of the timeout will do');
