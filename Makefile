@@ -17,29 +17,41 @@ OBJS = \
 	src/capture_row.o \
 	src/capture_value.o \
 	src/check.o \
+	src/consumer.o \
 	src/control.o \
+	src/dead.o \
 	src/ddl.o \
 	src/doorbell.o \
 	src/filter.o \
+	src/finish.o \
 	src/glob.o \
 	src/guc.o \
+	src/handler.o \
+	src/hint.o \
 	src/jobs.o \
 	src/keep.o \
+	src/keep_runners.o \
 	src/launcher.o \
+	src/lease.o \
 	src/notify.o \
 	src/pass.o \
+	src/poll.o \
 	src/record.o \
 	src/redo.o \
 	src/relay.o \
+	src/replay.o \
+	src/retention.o \
 	src/rights.o \
 	src/route.o \
 	src/route_cache.o \
+	src/runner.o \
 	src/shmem.o \
 	src/spi.o \
 	src/stats.o \
 	src/subscribe.o \
 	src/subscription.o \
 	src/visit.o \
+	src/want.o \
 	src/worker.o
 
 EXTENSION = outbox

@@ -113,27 +113,43 @@ CREATE TABLE outbox.jobs (
 	done_at timestamptz,
 	dead_at timestamptz,
 	created_at timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
-	filter_pending boolean
+	filter_pending boolean,
+	claim bigint,
+	holder text,
+	cancelled boolean
 );
 CREATE INDEX jobs_due ON outbox.jobs (subscription_id, due_at, id)
 	WHERE done_at IS NULL AND dead_at IS NULL;
-CREATE INDEX jobs_subject ON outbox.jobs (subscription_id, subject_key, id)
+CREATE INDEX jobs_subject ON outbox.jobs (subscription_id, subject_key, (dead_at IS NULL), id)
 	WHERE done_at IS NULL AND subject_key IS NOT NULL;
+CREATE INDEX jobs_claim ON outbox.jobs (claim)
+	WHERE claim IS NOT NULL AND done_at IS NULL AND dead_at IS NULL;
+CREATE INDEX jobs_dead ON outbox.jobs (subscription_id, dead_at, id)
+	WHERE done_at IS NULL AND dead_at IS NOT NULL;
 COMMENT ON TABLE outbox.jobs IS 'one job for each event and subscription';
 COMMENT ON COLUMN outbox.jobs.id IS 'number of the job';
 COMMENT ON COLUMN outbox.jobs.subscription_id IS 'subscription it was made for';
 COMMENT ON COLUMN outbox.jobs.event_seq IS 'event it is about';
 COMMENT ON COLUMN outbox.jobs.subject_key IS 'hash of scope and subject, for ordered and coalescing subscriptions';
-COMMENT ON COLUMN outbox.jobs.due_at IS 'it can be claimed from then on';
-COMMENT ON COLUMN outbox.jobs.attempts IS 'attempts made';
+COMMENT ON COLUMN outbox.jobs.due_at IS
+	'it can be claimed from then on: while it is leased, the end of the lease; infinity while an older job of its subject holds it back';
+COMMENT ON COLUMN outbox.jobs.attempts IS 'attempts begun';
 COMMENT ON COLUMN outbox.jobs.last_error IS 'why the last attempt failed';
 COMMENT ON COLUMN outbox.jobs.engine_id IS 'what the engine of a sink called it';
-COMMENT ON COLUMN outbox.jobs.done_at IS 'when it was completed';
+COMMENT ON COLUMN outbox.jobs.done_at IS 'when it was completed or cancelled';
 COMMENT ON COLUMN outbox.jobs.dead_at IS 'when it was set aside';
 COMMENT ON COLUMN outbox.jobs.created_at IS 'when the relay made it';
 COMMENT ON COLUMN outbox.jobs.filter_pending IS 'the filter was too slow, or the payload too large, to be evaluated by the relay';
+COMMENT ON COLUMN outbox.jobs.claim IS 'fencing token: number of the claim that holds it, or that finished it';
+COMMENT ON COLUMN outbox.jobs.holder IS 'who claimed it last';
+COMMENT ON COLUMN outbox.jobs.cancelled IS 'it was given up, and not completed';
 COMMENT ON INDEX outbox.jobs_due IS 'unfinished jobs in the order in which they are claimed';
-COMMENT ON INDEX outbox.jobs_subject IS 'unfinished jobs of one subject';
+COMMENT ON INDEX outbox.jobs_subject IS 'jobs of one subject that are not done, the dead ones apart';
+COMMENT ON INDEX outbox.jobs_claim IS 'jobs of one claim';
+COMMENT ON INDEX outbox.jobs_dead IS 'dead jobs by the time at which they died';
+
+CREATE SEQUENCE outbox.claims AS bigint;
+COMMENT ON SEQUENCE outbox.claims IS 'numbers of claims, which fence';
 
 CREATE TABLE outbox.routing (
 	version bigint NOT NULL,
@@ -160,6 +176,30 @@ SELECT pg_catalog.pg_extension_config_dump('outbox.subscriptions', '');
 SELECT pg_catalog.pg_extension_config_dump('outbox.subscriptions_id_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('outbox.jobs', '');
 SELECT pg_catalog.pg_extension_config_dump('outbox.jobs_id_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('outbox.claims', '');
+
+/*
+ * Public types: what handlers, sinks and replays are given.  Attributes are
+ * only ever added at the end.
+ */
+
+CREATE TYPE outbox.event AS (
+	seq bigint,
+	type text,
+	subject text,
+	scope text,
+	payload jsonb,
+	headers jsonb,
+	recorded_at timestamptz
+);
+COMMENT ON TYPE outbox.event IS 'an event as a handler gets it';
+CREATE TYPE outbox.subscription AS (
+	id int,
+	name text,
+	scope text,
+	options jsonb
+);
+COMMENT ON TYPE outbox.subscription IS 'a subscription as a sink gets it';
 
 /*
  * Record
@@ -298,8 +338,107 @@ CREATE FUNCTION outbox.arm() RETURNS boolean
 COMMENT ON FUNCTION outbox.arm() IS 'lets outbox work in this database, which was restored or copied';
 
 /*
+ * Consume
+ */
+
+CREATE FUNCTION outbox.claim(subscription text, max_jobs int DEFAULT 1, lease interval DEFAULT NULL,
+	worker text DEFAULT NULL)
+	RETURNS TABLE (job bigint, claim bigint, attempt int, max_attempts int, leased_until timestamptz,
+		seq bigint, type text, subject text, scope text, payload jsonb, headers jsonb, recorded_at timestamptz)
+	LANGUAGE c VOLATILE PARALLEL UNSAFE ROWS 10 AS 'MODULE_PATHNAME', 'outbox_claim';
+COMMENT ON FUNCTION outbox.claim(text, int, interval, text) IS
+	'claims jobs that are due, oldest first, and returns them with their events; nobody else gets them until the lease ends';
+
+CREATE FUNCTION outbox.complete(job bigint, claim bigint) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_complete';
+COMMENT ON FUNCTION outbox.complete(bigint, bigint) IS
+	'completes a claimed job; false when this claim has completed it already';
+
+CREATE FUNCTION outbox.complete_many(claim bigint, jobs bigint[] DEFAULT NULL) RETURNS bigint[]
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_complete_many';
+COMMENT ON FUNCTION outbox.complete_many(bigint, bigint[]) IS
+	'completes jobs of a claim, all of them or some, and returns those whose lease is lost';
+
+CREATE FUNCTION outbox.fail(job bigint, claim bigint, error text, retry_in interval DEFAULT NULL,
+	final boolean DEFAULT false) RETURNS timestamptz
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_fail';
+COMMENT ON FUNCTION outbox.fail(bigint, bigint, text, interval, boolean) IS
+	'ends an attempt that failed, and returns when the job is due again; null: it is dead';
+
+CREATE FUNCTION outbox.extend(job bigint, claim bigint, lease interval DEFAULT NULL) RETURNS timestamptz
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_extend';
+COMMENT ON FUNCTION outbox.extend(bigint, bigint, interval) IS
+	'lets the lease of a job end so long from now, and returns when';
+
+CREATE FUNCTION outbox.extend_many(claim bigint, lease interval DEFAULT NULL) RETURNS int
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_extend_many';
+COMMENT ON FUNCTION outbox.extend_many(bigint, interval) IS
+	'lets the leases of all jobs of a claim end so long from now, and returns how many those are';
+
+CREATE FUNCTION outbox.release(job bigint, claim bigint, retry_in interval DEFAULT '0') RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_release';
+COMMENT ON FUNCTION outbox.release(bigint, bigint, interval) IS
+	'puts a claimed job back in line; the attempt does not count';
+
+CREATE FUNCTION outbox.retry(job bigint) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_retry';
+COMMENT ON FUNCTION outbox.retry(bigint) IS 'puts a dead job back in line, with no attempts made; false when it is not dead';
+
+CREATE FUNCTION outbox.retry_dead(subscription text, since timestamptz DEFAULT NULL,
+	until timestamptz DEFAULT NULL, spread interval DEFAULT '0') RETURNS bigint
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_retry_dead';
+COMMENT ON FUNCTION outbox.retry_dead(text, timestamptz, timestamptz, interval) IS
+	'puts the dead jobs of a subscription back in line, those that died in a time, spread over an interval; returns how many';
+
+CREATE FUNCTION outbox.cancel(job bigint) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_cancel';
+COMMENT ON FUNCTION outbox.cancel(bigint) IS 'gives up a job that is not done; who holds it loses the lease';
+
+CREATE FUNCTION outbox.purge(subscription text, state text DEFAULT 'dead', before timestamptz DEFAULT NULL)
+	RETURNS bigint
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_purge';
+COMMENT ON FUNCTION outbox.purge(text, text, timestamptz) IS
+	'deletes the dead, done or cancelled jobs of a subscription, and returns how many';
+
+CREATE FUNCTION outbox.replay(subscription text, since timestamptz, until timestamptz DEFAULT NULL)
+	RETURNS bigint
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_replay';
+COMMENT ON FUNCTION outbox.replay(text, timestamptz, timestamptz) IS
+	'makes jobs of a subscription for events that were fanned out in a time, are kept and match now; returns how many';
+
+CREATE FUNCTION outbox.is_current(subscription text, subject text, scope text DEFAULT NULL) RETURNS boolean
+	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_is_current';
+COMMENT ON FUNCTION outbox.is_current(text, text, text) IS
+	'false while a subscription may lag behind the events of a subject';
+
+CREATE FUNCTION outbox.current_attempt() RETURNS int
+	LANGUAGE c VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_current_attempt';
+COMMENT ON FUNCTION outbox.current_attempt() IS 'number of the attempt that runs the handler; null outside of one';
+
+CREATE PROCEDURE outbox.await_jobs(subscription text, timeout interval DEFAULT '30s', INOUT ready boolean DEFAULT NULL)
+	LANGUAGE c AS 'MODULE_PATHNAME', 'outbox_await_jobs';
+COMMENT ON PROCEDURE outbox.await_jobs(text, interval, boolean) IS
+	'waits until a job of a subscription can be claimed; holds no snapshot meanwhile';
+
+CREATE PROCEDURE outbox.await_idle(subscription text DEFAULT NULL, timeout interval DEFAULT '30s',
+	INOUT idle boolean DEFAULT NULL)
+	LANGUAGE c AS 'MODULE_PATHNAME', 'outbox_await_idle';
+COMMENT ON PROCEDURE outbox.await_idle(text, interval, boolean) IS
+	'waits until every event is fanned out and every job has come to an end; holds no snapshot meanwhile';
+
+CREATE FUNCTION outbox.done_total(subscription_id int) RETURNS bigint
+	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_done_total';
+COMMENT ON FUNCTION outbox.done_total(int) IS
+	'jobs of a subscription that were completed since the server started, from shared memory; for outbox.stat_subscription';
+
+/*
  * Keep house
  */
+
+CREATE PROCEDURE outbox.prune(INOUT events bigint DEFAULT NULL, INOUT jobs bigint DEFAULT NULL)
+	LANGUAGE c AS 'MODULE_PATHNAME', 'outbox_prune';
+COMMENT ON PROCEDURE outbox.prune(bigint, bigint) IS
+	'deletes what retention lets go, with a commit each step, and says how many events and jobs that were';
 
 CREATE FUNCTION outbox.grant(role name, privilege text) RETURNS boolean
 	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_grant';
@@ -351,15 +490,55 @@ CREATE INDEX events_poisoned ON outbox.events (seq)
 COMMENT ON INDEX outbox.events_poisoned IS 'events set aside';
 
 CREATE VIEW outbox.job_status WITH (security_barrier) AS
-	SELECT j.id AS job, s.name AS subscription, j.event_seq AS seq,
-		CASE WHEN j.done_at IS NOT NULL THEN 'done'
-			WHEN j.dead_at IS NOT NULL THEN 'dead'
-			WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
-			ELSE 'waiting' END AS state,
-		j.attempts, s.max_attempts, j.due_at, j.last_error, j.engine_id, j.done_at, j.dead_at, j.created_at
+	SELECT j.id AS job, s.name AS subscription, j.event_seq AS seq, x.state,
+		j.attempts, s.max_attempts, NULLIF(j.due_at, 'infinity') AS due_at,
+		CASE WHEN x.state OPERATOR(pg_catalog.=) 'running' THEN j.due_at END AS leased_until,
+		j.holder, j.last_error, j.engine_id,
+		CASE WHEN j.cancelled IS NULL THEN j.done_at END AS done_at, j.dead_at, j.created_at
 	FROM outbox.jobs j JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id
+		CROSS JOIN LATERAL (SELECT CASE
+			WHEN j.cancelled THEN 'cancelled'
+			WHEN j.done_at IS NOT NULL THEN 'done'
+			WHEN j.dead_at IS NOT NULL THEN 'dead'
+			WHEN j.claim IS NOT NULL AND j.due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
+			WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
+			ELSE 'waiting' END AS state OFFSET 0) x
 	WHERE outbox.visible(s.owner, s.owner_oid);
-COMMENT ON VIEW outbox.job_status IS 'jobs of the subscriptions that the current role may see, with their state in words';
+COMMENT ON VIEW outbox.job_status IS
+	'jobs of the subscriptions that the current role may see, with their state in words; due_at is null while an older job of the subject holds one back';
+
+CREATE VIEW outbox.dead_jobs WITH (security_barrier) AS
+	SELECT j.id AS job, s.name AS subscription, j.event_seq AS seq, e.type, e.subject, e.scope,
+		j.attempts, j.last_error, j.dead_at, j.created_at
+	FROM outbox.subscriptions s
+		JOIN outbox.jobs j ON j.subscription_id OPERATOR(pg_catalog.=) s.id
+			AND j.done_at IS NULL AND j.dead_at IS NOT NULL
+		LEFT JOIN outbox.events e ON e.seq OPERATOR(pg_catalog.=) j.event_seq
+	WHERE outbox.visible(s.owner, s.owner_oid);
+COMMENT ON VIEW outbox.dead_jobs IS
+	'jobs set aside; outbox.retry and outbox.retry_dead put them back in line, outbox.cancel and outbox.purge give them up';
+
+CREATE VIEW outbox.blocked WITH (security_barrier) AS
+	SELECT s.name AS subscription, e.scope, e.subject, b.waiting, h.id AS job, h.event_seq AS seq,
+		CASE WHEN h.claim IS NOT NULL AND h.due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
+			WHEN h.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
+			ELSE 'waiting' END AS state,
+		h.attempts, h.due_at, h.last_error
+	FROM outbox.subscriptions s
+		CROSS JOIN LATERAL (
+			SELECT j.subject_key, pg_catalog.count(*) AS waiting FROM outbox.jobs j
+			WHERE j.subscription_id OPERATOR(pg_catalog.=) s.id AND j.done_at IS NULL AND j.dead_at IS NULL
+				AND j.due_at OPERATOR(pg_catalog.=) 'infinity' AND j.subject_key IS NOT NULL
+			GROUP BY j.subject_key) b
+		CROSS JOIN LATERAL (
+			SELECT h.* FROM outbox.jobs h
+			WHERE h.subscription_id OPERATOR(pg_catalog.=) s.id AND h.subject_key OPERATOR(pg_catalog.=) b.subject_key
+				AND h.done_at IS NULL AND h.dead_at IS NULL
+			ORDER BY h.id LIMIT 1) h
+		LEFT JOIN outbox.events e ON e.seq OPERATOR(pg_catalog.=) h.event_seq
+	WHERE s.ordered AND outbox.visible(s.owner, s.owner_oid);
+COMMENT ON VIEW outbox.blocked IS
+	'subjects of ordered subscriptions of which jobs wait behind an older one, how many, and that job';
 
 CREATE VIEW outbox.event_status WITH (security_barrier) AS
 	SELECT e.seq, e.type, e.subject, e.scope, e.recorded_at, e.fanned_out_at,
@@ -368,17 +547,19 @@ CREATE VIEW outbox.event_status WITH (security_barrier) AS
 			WHEN e.retry_at IS NOT NULL THEN 'retrying'
 			ELSE 'unmarked' END AS event_state,
 		e.tries, e.failures, e.last_error AS event_error,
-		d.subscription, d.job, d.state, d.attempts, d.last_error, d.handled_at
+		d.subscription, d.job, d.state, d.attempts, d.last_error, d.handled_at, d.due_at
 	FROM outbox.events e
 		LEFT JOIN LATERAL (
 			SELECT f.key AS subscription, f.value::bigint AS job,
 				CASE WHEN j.id IS NULL THEN 'pruned'
-					WHEN s.id IS NULL THEN 'cancelled'
+					WHEN s.id IS NULL OR j.cancelled THEN 'cancelled'
 					WHEN j.done_at IS NOT NULL THEN 'done'
 					WHEN j.dead_at IS NOT NULL THEN 'dead'
+					WHEN j.claim IS NOT NULL AND j.due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
 					WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
 					ELSE 'waiting' END AS state,
-				j.attempts, j.last_error, COALESCE(j.done_at, j.dead_at) AS handled_at
+				j.attempts, j.last_error, COALESCE(j.done_at, j.dead_at) AS handled_at,
+				CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN NULLIF(j.due_at, 'infinity') END AS due_at
 			FROM pg_catalog.jsonb_each_text(e.fanout) f
 				LEFT JOIN outbox.jobs j ON j.id OPERATOR(pg_catalog.=) f.value::bigint
 				LEFT JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id
@@ -406,18 +587,29 @@ CREATE VIEW outbox.stat_subscription WITH (security_barrier) AS
 		CASE WHEN o.oid IS NULL THEN 'owner missing'
 			WHEN s.paused_at IS NOT NULL THEN 'paused'
 			ELSE 'active' END AS state,
-		w.waiting, w.oldest_waiting, s.paused_at
+		w.waiting, w.running, w.retrying, d.dead, w.oldest_waiting, outbox.done_total(s.id) AS done_total,
+		s.paused_at
 	FROM outbox.subscriptions s
 		LEFT JOIN pg_catalog.pg_roles o ON o.oid OPERATOR(pg_catalog.=) s.owner_oid AND o.rolname OPERATOR(pg_catalog.=) s.owner
 		CROSS JOIN LATERAL (
-			SELECT pg_catalog.count(*) AS waiting, pg_catalog.min(j.created_at) AS oldest_waiting
-			FROM (SELECT created_at FROM outbox.jobs
+			SELECT pg_catalog.count(*) FILTER (WHERE j.attempts OPERATOR(pg_catalog.=) 0) AS waiting,
+				pg_catalog.count(*) FILTER (WHERE j.running) AS running,
+				pg_catalog.count(*) FILTER (WHERE j.attempts OPERATOR(pg_catalog.>) 0 AND NOT j.running) AS retrying,
+				pg_catalog.min(j.created_at) AS oldest_waiting
+			FROM (SELECT created_at, attempts,
+					claim IS NOT NULL AND due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() AS running
+				FROM outbox.jobs
 				WHERE subscription_id OPERATOR(pg_catalog.=) s.id AND done_at IS NULL AND dead_at IS NULL
 				ORDER BY due_at, id LIMIT 100000) j
 		) w
+		CROSS JOIN LATERAL (
+			SELECT pg_catalog.count(*) AS dead FROM (SELECT FROM outbox.jobs
+				WHERE subscription_id OPERATOR(pg_catalog.=) s.id AND done_at IS NULL AND dead_at IS NOT NULL
+				LIMIT 100000) j
+		) d
 	WHERE outbox.visible(s.owner, s.owner_oid);
 COMMENT ON VIEW outbox.stat_subscription IS
-	'subscriptions that the current role may see, and what waits for them; waiting counts to 100,000 at most';
+	'subscriptions that the current role may see, and how their jobs stand; at most 100,000 unfinished and as many dead ones are counted';
 
 /*
  * Rights: nothing to anybody but the owner, whatever default privileges say;

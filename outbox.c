@@ -8,7 +8,7 @@
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "consume.h"
 
 #include "commands/extension.h"
 #include "miscadmin.h"
@@ -53,6 +53,7 @@ _PG_init(void)
 
 	outbox_guc_init();
 	outbox_doorbell_init();
+	outbox_hint_init();
 
 	if (!process_shared_preload_libraries_in_progress)
 		return;

@@ -51,7 +51,8 @@ outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs)
 		OutboxWaiter *waiter = &outbox_shared->waiters[i];
 		int64		seq;
 
-		if (pg_atomic_read_u32(&waiter->dboid) != dboid)
+		if (pg_atomic_read_u32(&waiter->dboid) != dboid ||
+			pg_atomic_read_u32(&waiter->subscription) != 0)
 			continue;
 		if (sorted == NULL)
 		{

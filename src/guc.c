@@ -14,6 +14,7 @@
 #include <limits.h>
 
 #include "commands/async.h"
+#include "datatype/timestamp.h"
 #include "miscadmin.h"
 #include "utils/guc.h"
 #include "utils/varlena.h"
@@ -26,9 +27,15 @@ int			outbox_relay_retry_min = 2 * 1000;
 int			outbox_relay_retry_max = 60 * 1000;
 int			outbox_poison_after = 5;
 int			outbox_max_databases = 16;
+int			outbox_runners_setting = 2;
+int			outbox_event_retention = 7 * SECS_PER_DAY;
+int			outbox_job_retention = -1;
+int			outbox_dead_retention = 30 * SECS_PER_DAY;
+bool		outbox_superuser_handlers = true;
 char	   *outbox_record_channel = NULL;
 char	   *outbox_fanned_channel = NULL;
 char	   *outbox_poisoned_channel = NULL;
+char	   *outbox_dead_channel = NULL;
 bool		outbox_notify_on_record = false;
 bool		outbox_synchronous_pass = true;
 
@@ -145,6 +152,31 @@ outbox_guc_init(void)
 							NULL,
 							&outbox_poison_after, 5, 1, PG_INT16_MAX, PGC_SIGHUP, 0,
 							NULL, NULL, NULL);
+	DefineCustomIntVariable("outbox.runners",
+							"Most runners of handlers in each database.",
+							NULL,
+							&outbox_runners_setting, 2, 0, OUTBOX_MAX_RUNNERS, PGC_SIGHUP, 0,
+							NULL, NULL, NULL);
+	DefineCustomBoolVariable("outbox.superuser_handlers",
+							 "Lets handlers of superusers run.",
+							 NULL,
+							 &outbox_superuser_handlers, true, PGC_SIGHUP, 0,
+							 NULL, NULL, NULL);
+	DefineCustomIntVariable("outbox.event_retention",
+							"How long an event is kept after its jobs have come to an end.",
+							"-1 keeps events for ever.",
+							&outbox_event_retention, 7 * SECS_PER_DAY, -1, INT_MAX, PGC_SIGHUP, GUC_UNIT_S,
+							NULL, NULL, NULL);
+	DefineCustomIntVariable("outbox.job_retention",
+							"How long a job is kept after it is done.",
+							"-1 keeps it as long as its event.",
+							&outbox_job_retention, -1, -1, INT_MAX, PGC_SIGHUP, GUC_UNIT_S,
+							NULL, NULL, NULL);
+	DefineCustomIntVariable("outbox.dead_retention",
+							"How long a dead job is kept.",
+							"-1 keeps dead jobs for ever.",
+							&outbox_dead_retention, 30 * SECS_PER_DAY, -1, INT_MAX, PGC_SIGHUP, GUC_UNIT_S,
+							NULL, NULL, NULL);
 	define_channel("outbox.record_channel",
 				   "Channel whose notifications wake the relay.",
 				   &outbox_record_channel, "standmeet_events");
@@ -154,6 +186,9 @@ outbox_guc_init(void)
 	define_channel("outbox.poisoned_channel",
 				   "Channel on which poisoned events are announced.",
 				   &outbox_poisoned_channel, "standmeet_events_poisoned");
+	define_channel("outbox.dead_channel",
+				   "Channel on which dead jobs are announced.",
+				   &outbox_dead_channel, "standmeet_jobs_dead");
 	DefineCustomBoolVariable("outbox.notify_on_record",
 							 "Sends a notification from every transaction that records an event.",
 							 "For relays outside the server. Commits then no longer share a flush.",

@@ -33,6 +33,8 @@
 #define OUTBOX_LIBRARY "outbox"
 
 #define OUTBOX_MAX_RELAYS 16	/* relays of one database */
+#define OUTBOX_MAX_RUNNERS 32	/* runners of one database */
+#define OUTBOX_MAX_WANTS 64		/* owners of handlers in one database */
 #define OUTBOX_MAX_RANGES 16	/* hints kept for one database */
 #define OUTBOX_MAX_PREPARED 64	/* prepared transactions whose hint is kept */
 #define OUTBOX_MAX_TELLS 32		/* databases that the launcher is to probe */
@@ -97,6 +99,33 @@ typedef struct OutboxRelay
 } OutboxRelay;
 
 /*
+ * One runner of one database: a worker that runs the handlers of one role.
+ * Written by that runner alone, except that the launcher frees it; under the
+ * database's mutex.
+ */
+typedef struct OutboxRunner
+{
+	int			pid;			/* 0: no such runner */
+	int			procno;			/* for ProcSendSignal */
+	Oid			owner;			/* whose handlers it runs */
+	bool		idle;			/* waits for something to do */
+	OutboxRelayEnd end;
+	int32		subscription;	/* whose job it runs; 0: none */
+	int64		job;
+	TimestampTz began_at;		/* when it took that job */
+	int64		jobs;			/* completed */
+	int64		failures;
+} OutboxRunner;
+
+/* A role whose handlers have something to do, from a time on */
+typedef struct OutboxWant
+{
+	Oid			owner;			/* InvalidOid: free */
+	TimestampTz due;			/* DT_NOEND: nothing known */
+	TimestampTz served_at;		/* when a runner last worked for it */
+} OutboxWant;
+
+/*
  * A database in which outbox works.  dboid is set and cleared by the launcher
  * with both OutboxShared.lock and the mutex held; it may be read without a
  * lock, but must be looked at again under the mutex before anything is
@@ -116,6 +145,8 @@ typedef struct OutboxDatabase
 	TimestampTz next_retry;		/* earliest retry_at known; 0: none */
 
 	OutboxRelay relays[OUTBOX_MAX_RELAYS];
+	OutboxRunner runners[OUTBOX_MAX_RUNNERS];
+	OutboxWant	wants[OUTBOX_MAX_WANTS];
 } OutboxDatabase;
 
 /* A prepared transaction that recorded events */
@@ -126,10 +157,14 @@ typedef struct OutboxPrepared
 	OutboxRange range;
 } OutboxPrepared;
 
-/* A backend that waits for an event to be fanned out; one for each backend */
+/*
+ * A backend that waits for an event to be fanned out, or for jobs of a
+ * subscription; one for each backend
+ */
 typedef struct OutboxWaiter
 {
 	pg_atomic_uint32 dboid;		/* 0: does not wait */
+	pg_atomic_uint32 subscription;	/* 0: waits for an event */
 	pg_atomic_uint64 seq;
 } OutboxWaiter;
 
@@ -170,6 +205,7 @@ typedef struct OutboxClosed
 typedef struct OutboxShared
 {
 	LWLock	   *lock;			/* slots, places, visits, closed, prepared */
+	TimestampTz epoch;			/* when shared memory was set up */
 
 	/* the launcher */
 	slock_t		mutex;			/* protects the following six */
@@ -224,6 +260,9 @@ typedef struct OutboxSubscription
 	JsonPath   *filter;			/* NULL: none */
 	bool		coalescing;
 	bool		ordered;
+	Oid			handler_owner;	/* whose runners handle its jobs; InvalidOid:
+								 * none */
+	char	   *notify;			/* channel to be told of jobs; NULL: none */
 	bool		slow_filter;	/* its filter ran out of time: not evaluated
 								 * here */
 	int64		filter_spent;	/* time that its filter took in this call, in
@@ -259,6 +298,12 @@ extern int	outbox_relay_retry_min; /* ms */
 extern int	outbox_relay_retry_max; /* ms */
 extern int	outbox_poison_after;
 extern int	outbox_max_databases;
+extern int	outbox_runners_setting;
+extern int	outbox_event_retention; /* these three in s; -1: for ever */
+extern int	outbox_job_retention;
+extern int	outbox_dead_retention;
+extern char *outbox_dead_channel;
+extern bool outbox_superuser_handlers;
 extern char *outbox_record_channel;
 extern char *outbox_fanned_channel;
 extern char *outbox_poisoned_channel;
@@ -285,11 +330,17 @@ extern void outbox_doorbell_no_doubts(uint32 doubts);
 extern void outbox_doorbell_finish_prepared(const char *gid, bool commit);
 extern void outbox_doorbell_wake(OutboxDatabase *db);
 
+/* want.c */
+extern void outbox_want_runner(Oid owner, TimestampTz due); /* must not raise or
+															 * allocate */
+
 /* await.c */
 extern void outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs);
 
 /* record.c */
 extern void outbox_record_poisoned(const OutboxEvent *event, const char *error);
+extern void outbox_record_alert(const char *type, const char *subject, const char *scope,
+								Jsonb *payload);
 extern bool outbox_printable(const char *p, int len);
 extern void outbox_check_type(const char *type, int len, bool internal);
 extern int64 outbox_record_event(Datum type, Datum subject, Datum payload, Datum scope,

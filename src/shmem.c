@@ -4,13 +4,13 @@
  *		Shared memory of the extension.
  *
  * One block: the launcher's mail box, the slots of the databases, the hints
- * of prepared transactions, and a place for every backend that waits for an
- * event.  It starts empty after every crash of the server; relays sweep at
+ * of prepared transactions, and a place for every backend that waits.  Another
+ * for the hints of subscriptions (hint.c).  It starts empty after every crash of the server; relays sweep at
  * their start, so nothing in it is ever needed for correctness.
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "consume.h"
 
 #include "miscadmin.h"
 #include "storage/ipc.h"
@@ -45,13 +45,15 @@ shmem_request(void)
 		prev_shmem_request_hook();
 	RequestAddinShmemSpace(add_size(shared_size(),
 									mul_size(number_of_procs(), sizeof(OutboxWaiter))));
-	RequestNamedLWLockTranche("outbox", 1);
+	RequestAddinShmemSpace(outbox_hint_size());
+	RequestNamedLWLockTranche("outbox", 2);
 }
 
 /* Set the memory up, or attach to it. */
 static void
 shmem_startup(void)
 {
+	void	   *hints;
 	bool		found;
 	int			i;
 
@@ -68,6 +70,7 @@ shmem_startup(void)
 		memset(outbox_shared, 0, shared_size());
 		outbox_shared->lock = &(GetNamedLWLockTranche("outbox"))->lock;
 		SpinLockInit(&outbox_shared->mutex);
+		outbox_shared->epoch = GetCurrentTimestamp();
 		outbox_shared->probe_all = true;
 		/* transactions prepared before the start may have recorded events */
 		outbox_shared->prepared_unknown = true;
@@ -79,9 +82,12 @@ shmem_startup(void)
 		for (i = 0; i < outbox_shared->nwaiters; i++)
 		{
 			pg_atomic_init_u32(&outbox_shared->waiters[i].dboid, InvalidOid);
+			pg_atomic_init_u32(&outbox_shared->waiters[i].subscription, 0);
 			pg_atomic_init_u64(&outbox_shared->waiters[i].seq, 0);
 		}
 	}
+	hints = ShmemInitStruct("outbox hints", outbox_hint_size(), &found);
+	outbox_hint_shmem(hints, found);
 	LWLockRelease(AddinShmemInitLock);
 }
 

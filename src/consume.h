@@ -1,0 +1,122 @@
+/*-------------------------------------------------------------------------
+ *
+ * consume.h
+ *		Jobs after the relay has made them: hints, leases, and how they end.
+ *
+ * A job is claimed by moving its due time into the future, which is its lease,
+ * and by giving it the number of the claim, which fences.  An expired lease
+ * needs nobody to end it: the job is simply due again.
+ *
+ *-------------------------------------------------------------------------
+ */
+#ifndef OUTBOX_CONSUME_H
+#define OUTBOX_CONSUME_H
+
+#include "outbox.h"
+
+#include "utils/timestamp.h"
+
+/* SQLSTATE of a lease that is lost */
+#define ERRCODE_OUTBOX_LEASE_LOST MAKE_SQLSTATE('O', 'B', '0', '0', '1')
+
+/* A subscription as those who work with its jobs need it */
+typedef struct OutboxConsumer
+{
+	int32		id;
+	char	   *name;
+	char	   *owner;
+	Oid			owner_oid;
+	bool		paused;
+	bool		ordered;
+	char	   *handler;		/* NULL: none */
+	Oid			handler_oid;
+	int32		max_attempts;
+	int64		retry_min;		/* these three in us */
+	int64		retry_max;
+	int64		lease;
+	JsonPath   *filter;			/* NULL: none */
+} OutboxConsumer;
+
+/* A job that has been claimed */
+typedef struct OutboxJob
+{
+	ItemPointerData tid;
+	int64		id;
+	int64		seq;			/* of its event */
+	int32		attempt;		/* this one; from 1 on */
+	int64		old_claim;		/* of a lease that has run out; 0: none */
+	bool		filter_pending;
+	bool		keyed;			/* has a subject_key ... */
+	int64		subject_key;	/* ... which is this */
+	TimestampTz due_at;			/* before it was claimed */
+} OutboxJob;
+
+/* A claim: what was asked for, and what came of it */
+typedef struct OutboxClaim
+{
+	const OutboxConsumer *consumer;
+	int			max_jobs;
+	int64		lease;			/* us */
+	const char *holder;
+	bool		only_armed;		/* a worker's: nothing while outbox rests */
+
+	int64		claim;			/* number of the claim */
+	TimestampTz leased_until;
+	int			njobs;
+	OutboxJob  *jobs;			/* in the current context */
+} OutboxClaim;
+
+/*
+ * What a look at the jobs of a subscription may take for granted; see hint.c.
+ */
+typedef struct OutboxLook
+{
+	struct OutboxHint *hint;	/* NULL: there is no room for one */
+	int32		subscription;
+	TimestampTz low;			/* nothing that can be claimed is due earlier */
+	uint32		nposts;			/* when the look began */
+	bool		advance;		/* the hint may be raised after this look */
+} OutboxLook;
+
+/* hint.c */
+extern Size outbox_hint_size(void);
+extern void outbox_hint_shmem(void *memory, bool found);
+extern void outbox_hint_init(void);
+extern void outbox_hint_note(int32 subscription, TimestampTz due, Oid handler_owner);
+extern void outbox_hint_note_abort(int32 subscription, TimestampTz due, Oid handler_owner);
+extern void outbox_hint_post(int32 subscription, TimestampTz due, Oid handler_owner);
+extern void outbox_hint_begin(int32 subscription, OutboxLook *look);
+extern bool outbox_hint_may_sweep(OutboxLook *look);
+extern void outbox_hint_swept(OutboxLook *look, TimestampTz began);
+extern void outbox_hint_end(OutboxLook *look, TimestampTz bound, bool drained);
+extern TimestampTz outbox_hint_next(int32 subscription);
+extern void outbox_hint_count_done(int32 subscription, int64 n);
+extern int64 outbox_hint_done(int32 subscription);
+extern void outbox_hint_ran(int32 subscription, int64 us);
+extern bool outbox_hint_is_fast(int32 subscription);
+extern void outbox_hint_watch(int32 subscription);
+extern void outbox_hint_unwatch(void);
+
+/* consumer.c: as the owner of the extension, connected to SPI */
+extern bool outbox_find_consumer(const char *name, int32 id, OutboxConsumer *consumer);
+extern void outbox_consumer_by_name(const char *name, Oid caller, OutboxConsumer *consumer);
+extern Oid	outbox_handler_owner(const OutboxConsumer *consumer);
+extern int64 outbox_interval_us(const Interval *interval, const char *argument, bool zero_ok);
+extern int64 outbox_retry_wait_us(const OutboxConsumer *consumer, int attempts);
+extern void outbox_pin_planner(void);
+
+/* lease.c: as the owner of the extension, connected to SPI */
+extern void outbox_claim_jobs(OutboxClaim *claim);
+
+/* finish.c: as the owner of the extension, connected to SPI */
+extern bool outbox_complete_job(int64 job, int64 claim, Oid caller);
+extern TimestampTz outbox_fail_job(int64 job, int64 claim, Oid caller, const char *error,
+								   int64 retry_in, bool final);
+extern bool outbox_release_job(int64 job, int64 claim, Oid caller, int64 retry_in);
+extern void outbox_bury_job(const OutboxConsumer *consumer, int64 job, const char *error);
+extern void outbox_free_subject(const OutboxConsumer *consumer, int64 subject_key);
+
+/* Retry as the schedule of the subscription has it */
+#define OUTBOX_RETRY_SCHEDULE ((int64) -1)
+
+#endif							/* OUTBOX_CONSUME_H */
