@@ -491,7 +491,8 @@ COMMENT ON INDEX outbox.events_poisoned IS 'events set aside';
 
 CREATE VIEW outbox.job_status WITH (security_barrier) AS
 	SELECT j.id AS job, s.name AS subscription, j.event_seq AS seq, x.state,
-		j.attempts, s.max_attempts, NULLIF(j.due_at, 'infinity') AS due_at,
+		j.attempts, s.max_attempts,
+		CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN NULLIF(j.due_at, 'infinity') END AS due_at,
 		CASE WHEN x.state OPERATOR(pg_catalog.=) 'running' THEN j.due_at END AS leased_until,
 		j.holder, j.last_error, j.engine_id,
 		CASE WHEN j.cancelled IS NULL THEN j.done_at END AS done_at, j.dead_at, j.created_at
@@ -505,7 +506,7 @@ CREATE VIEW outbox.job_status WITH (security_barrier) AS
 			ELSE 'waiting' END AS state OFFSET 0) x
 	WHERE outbox.visible(s.owner, s.owner_oid);
 COMMENT ON VIEW outbox.job_status IS
-	'jobs of the subscriptions that the current role may see, with their state in words; due_at is null while an older job of the subject holds one back';
+	'jobs of the subscriptions that the current role may see, with their state in words; due_at is null while an older job of its subject holds one back';
 
 CREATE VIEW outbox.dead_jobs WITH (security_barrier) AS
 	SELECT j.id AS job, s.name AS subscription, j.event_seq AS seq, e.type, e.subject, e.scope,

@@ -10,7 +10,7 @@
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "consume.h"
 
 #include "access/htup_details.h"
 #include "catalog/pg_type.h"
@@ -143,8 +143,8 @@ await(int64 seq, TimestampTz until)
 }
 
 /* A time to wait, in microseconds: a century at most */
-static int64
-interval_us(const Interval *interval)
+int64
+outbox_await_us(const Interval *interval)
 {
 	double		us = ((double) interval->month * DAYS_PER_MONTH + interval->day) * USECS_PER_DAY +
 		interval->time;
@@ -154,6 +154,37 @@ interval_us(const Interval *interval)
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("timeout must not be negative")));
 	return (int64) Min(us, 36525.0 * USECS_PER_DAY);
+}
+
+/* Refuse a call of a procedure that waits where it cannot commit. */
+void
+outbox_await_check(FunctionCallInfo fcinfo, const char *procedure)
+{
+	bool		nonatomic = fcinfo->context && IsA(fcinfo->context, CallContext) &&
+		!castNode(CallContext, fcinfo->context)->atomic;
+
+	if (!nonatomic || GetCurrentTransactionNestLevel() > 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_ACTIVE_SQL_TRANSACTION),
+				 errmsg("%s cannot wait inside a transaction block, a function or an EXCEPTION block",
+						procedure),
+				 errhint("CALL it by itself, with autocommit on.")));
+	if (outbox_shared == NULL)
+		ereport(ERROR,
+				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
+				 errmsg("outbox is not loaded via \"shared_preload_libraries\"")));
+}
+
+/* The result of such a procedure: a row with its one INOUT argument */
+Datum
+outbox_await_result(FunctionCallInfo fcinfo, Datum value)
+{
+	TupleDesc	tupdesc;
+	bool		isnull = false;
+
+	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
+		elog(ERROR, "return type must be a row type");
+	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc), &value, &isnull));
 }
 
 PG_FUNCTION_INFO_V1(outbox_await_fanout);
@@ -166,36 +197,19 @@ PG_FUNCTION_INFO_V1(outbox_await_fanout);
 Datum
 outbox_await_fanout(PG_FUNCTION_ARGS)
 {
-	bool		nonatomic = fcinfo->context && IsA(fcinfo->context, CallContext) &&
-		!castNode(CallContext, fcinfo->context)->atomic;
 	TimestampTz until;
 	const char *outcome;
-	TupleDesc	tupdesc;
-	Datum		values[1];
-	bool		nulls[1] = {false};
 	int64		seq;
 
-	if (!nonatomic || GetCurrentTransactionNestLevel() > 1)
-		ereport(ERROR,
-				(errcode(ERRCODE_ACTIVE_SQL_TRANSACTION),
-				 errmsg("outbox.await_fanout cannot wait inside a transaction block, a function or an EXCEPTION block"),
-				 errhint("CALL it by itself, with autocommit on.")));
+	outbox_await_check(fcinfo, "outbox.await_fanout");
 	outbox_check_not_null(fcinfo, 0, "seq");
 	outbox_check_not_null(fcinfo, 1, "timeout");
-	if (outbox_shared == NULL)
-		ereport(ERROR,
-				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
-				 errmsg("outbox is not loaded via \"shared_preload_libraries\"")));
 	seq = PG_GETARG_INT64(0);
-	until = GetCurrentTimestamp() + interval_us(PG_GETARG_INTERVAL_P(1));
+	until = GetCurrentTimestamp() + outbox_await_us(PG_GETARG_INTERVAL_P(1));
 
 	if (SPI_connect_ext(SPI_OPT_NONATOMIC) != SPI_OK_CONNECT)
 		elog(ERROR, "SPI_connect_ext failed");
 	outcome = await(seq, until);
 	SPI_finish();
-
-	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
-		elog(ERROR, "return type must be a row type");
-	values[0] = CStringGetTextDatum(outcome);
-	PG_RETURN_DATUM(HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc), values, nulls)));
+	return outbox_await_result(fcinfo, CStringGetTextDatum(outcome));
 }

@@ -64,6 +64,7 @@ typedef struct OutboxClaim
 	TimestampTz leased_until;
 	int			njobs;
 	OutboxJob  *jobs;			/* in the current context */
+	bool		drained;		/* nothing more was due */
 } OutboxClaim;
 
 /*
@@ -90,16 +91,23 @@ extern bool outbox_hint_may_sweep(OutboxLook *look);
 extern void outbox_hint_swept(OutboxLook *look, TimestampTz began);
 extern void outbox_hint_end(OutboxLook *look, TimestampTz bound, bool drained);
 extern TimestampTz outbox_hint_next(int32 subscription);
-extern void outbox_hint_count_done(int32 subscription, int64 n);
+extern void outbox_hint_note_done(int32 subscription, int64 n);
 extern int64 outbox_hint_done(int32 subscription);
 extern void outbox_hint_ran(int32 subscription, int64 us);
 extern bool outbox_hint_is_fast(int32 subscription);
 extern void outbox_hint_watch(int32 subscription);
 extern void outbox_hint_unwatch(void);
 
+/* Columns of outbox.subscriptions s that make an OutboxConsumer */
+#define OUTBOX_CONSUMER_COLUMNS \
+	" s.id, s.name, s.owner, s.owner_oid, s.paused_at IS NOT NULL, s.ordered, s.handler, s.handler_oid," \
+	" s.max_attempts, s.retry_min, s.retry_max, s.lease, s.filter "
+
 /* consumer.c: as the owner of the extension, connected to SPI */
 extern bool outbox_find_consumer(const char *name, int32 id, OutboxConsumer *consumer);
 extern void outbox_consumer_by_name(const char *name, Oid caller, OutboxConsumer *consumer);
+extern void outbox_consumer_from_row(int row, int column, OutboxConsumer *consumer);
+extern void outbox_check_consumer(const OutboxConsumer *consumer, Oid caller);
 extern Oid	outbox_handler_owner(const OutboxConsumer *consumer);
 extern int64 outbox_interval_us(const Interval *interval, const char *argument, bool zero_ok);
 extern int64 outbox_retry_wait_us(const OutboxConsumer *consumer, int attempts);
@@ -107,14 +115,25 @@ extern void outbox_pin_planner(void);
 
 /* lease.c: as the owner of the extension, connected to SPI */
 extern void outbox_claim_jobs(OutboxClaim *claim);
+extern bool outbox_look_for_jobs(const OutboxConsumer *consumer);
 
 /* finish.c: as the owner of the extension, connected to SPI */
 extern bool outbox_complete_job(int64 job, int64 claim, Oid caller);
 extern TimestampTz outbox_fail_job(int64 job, int64 claim, Oid caller, const char *error,
 								   int64 retry_in, bool final);
 extern bool outbox_release_job(int64 job, int64 claim, Oid caller, int64 retry_in);
-extern void outbox_bury_job(const OutboxConsumer *consumer, int64 job, const char *error);
-extern void outbox_free_subject(const OutboxConsumer *consumer, int64 subject_key);
+extern void outbox_bury_job(const OutboxConsumer *consumer, OutboxJob *job, const char *error);
+extern bool outbox_find_job(int64 job, Oid caller, OutboxConsumer *consumer, OutboxJob *row);
+extern void outbox_free_subject(const OutboxConsumer *consumer, int64 subject_key,
+								TimestampTz earliest);
+
+/* filter.c: connected to SPI */
+extern bool outbox_filter_accepts(JsonPath *filter, int64 seq, int limit_ms);
+
+/* await.c */
+extern int64 outbox_await_us(const Interval *interval);
+extern void outbox_await_check(FunctionCallInfo fcinfo, const char *procedure);
+extern Datum outbox_await_result(FunctionCallInfo fcinfo, Datum value);
 
 /* Retry as the schedule of the subscription has it */
 #define OUTBOX_RETRY_SCHEDULE ((int64) -1)

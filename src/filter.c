@@ -15,7 +15,7 @@
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "consume.h"
 
 #include <time.h>
 
@@ -65,6 +65,7 @@ static TimeoutId timer = MAX_TIMEOUTS;
 static volatile uint32 evaluation = 0;	/* the one under way; 0: none */
 static volatile int64 spent = 0;	/* us that it surely took */
 static volatile int64 charged = 0;	/* us that ticks have charged to it */
+static volatile int64 limit = FILTER_LIMIT; /* of that one, in us */
 static volatile sig_atomic_t out_of_time = false;
 static uint32 ticked = 0;		/* evaluation at the last tick */
 static int64 ticked_at = 0;		/* processor time then, in us */
@@ -96,7 +97,7 @@ tick(void)
 	if (evaluation != 0 && evaluation == ticked)
 	{
 		spent += now - ticked_at;
-		if (spent >= FILTER_LIMIT && !QueryCancelPending)
+		if (spent >= limit && !QueryCancelPending)
 		{
 			out_of_time = true;
 			QueryCancelPending = true;
@@ -542,4 +543,86 @@ outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *cont
 	if (content == NULL)
 		SPI_freetuptable(SPI_tuptable);
 	pfree(loop.events);
+}
+
+/* One evaluation outside of a pass */
+typedef struct SingleFilter
+{
+	FilterEvent fe;
+	JsonPath   *filter;
+	bool		accepted;
+} SingleFilter;
+
+/* Evaluate it; in a subtransaction. */
+static void
+evaluate_single(void *arg)
+{
+	SingleFilter *single = arg;
+	Jsonb	   *vars = make_variables(&single->fe);
+
+	timer_start();
+	single->accepted = path_accepts(single->filter, DatumGetJsonbP(single->fe.content.payload), vars);
+	disable_timeout(timer, false);
+	if (timer_stop())
+		ereport(ERROR,
+				(errcode(ERRCODE_QUERY_CANCELED),
+				 errmsg("filter takes too long")));
+}
+
+/*
+ * Does a filter accept an event?  For a delivery that the relay left undecided:
+ * here it may take limit_ms of processor time.  One that takes longer does not
+ * accept, like one that fails.  The caller is connected to SPI.
+ */
+bool
+outbox_filter_accepts(JsonPath *filter, int64 seq, int limit_ms)
+{
+	static OutboxPlan fetch = {
+		"SELECT e.type, e.subject, e.scope, e.payload, e.headers FROM outbox.events e"
+		" WHERE e.seq OPERATOR(pg_catalog.=) $1",
+		1, {INT8OID}, NULL
+	};
+	SingleFilter single = {0};
+	OutboxEvent event = {0};
+	Datum		value = Int64GetDatum(seq);
+	ErrorData  *error;
+	int			guc_level;
+	bool		isnull;
+
+	if (outbox_execute(&fetch, &value, NULL, SPI_OK_SELECT) == 0)
+		return true;			/* who takes the job will find that out */
+	event.type = outbox_spi_string(0, 1);
+	event.subject = outbox_spi_string(0, 2);
+	event.scope = outbox_spi_string(0, 3);
+	single.fe.event = &event;
+	single.fe.content.payload = outbox_spi_value(0, 4, &isnull);
+	single.fe.content.headers = outbox_spi_value(0, 5, &single.fe.content.no_headers);
+	single.filter = filter;
+
+	if (timer == MAX_TIMEOUTS)
+		timer = RegisterTimeout(USER_TIMEOUT, tick);
+	guc_level = NewGUCNestLevel();
+	(void) set_config_option("TimeZone", "UTC", PGC_USERSET, PGC_S_SESSION,
+							 GUC_ACTION_SAVE, true, 0, false);
+	PushActiveSnapshot(GetTransactionSnapshot());	/* for TOAST */
+	limit = (int64) limit_ms * 1000;
+	ticked = 0;
+	ticked_at = processor_time();
+	enable_timeout_every(timer,
+						 TimestampTzPlusMilliseconds(GetCurrentTimestamp(), FILTER_TICK),
+						 FILTER_TICK);
+	error = outbox_try(evaluate_single, &single);
+	disable_timeout(timer, false);
+	limit = FILTER_LIMIT;
+	if (error != NULL)
+	{
+		bool		slow = timer_stop();
+
+		if (!(slow && error->sqlerrcode == ERRCODE_QUERY_CANCELED) &&
+			!is_filter_error(error->sqlerrcode))
+			ReThrowError(error);
+	}
+	PopActiveSnapshot();
+	AtEOXact_GUC(true, guc_level);
+	return error == NULL && single.accepted;
 }

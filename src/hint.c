@@ -69,7 +69,8 @@ typedef struct JobNote
 	int32		subscription;
 	bool		on_abort;
 	Oid			handler_owner;
-	TimestampTz due;
+	TimestampTz due;			/* DT_NOEND: none */
+	int64		done;			/* jobs completed */
 } JobNote;
 
 typedef struct JobNotes
@@ -299,6 +300,19 @@ outbox_hint_post(int32 subscription, TimestampTz due, Oid handler_owner)
 		outbox_want_runner(handler_owner, due);
 }
 
+/* Count jobs that were completed.  Must not raise or allocate. */
+static void
+count_done(int32 subscription, int64 n)
+{
+	OutboxHint *hint = get_hint(subscription);
+
+	if (hint != NULL && lock_hint(hint, subscription))
+	{
+		hint->done += n;
+		SpinLockRelease(&hint->mutex);
+	}
+}
+
 /* The notes of the current level, with room for one more */
 static JobNotes *
 current_notes(void)
@@ -323,9 +337,9 @@ current_notes(void)
 	return notes;
 }
 
-/* Add a note, or lower the last one when it is of the same kind. */
+/* Add a note, or add to one of the last when it is of the same kind. */
 static void
-add_note(int32 subscription, TimestampTz due, Oid handler_owner, bool on_abort)
+add_note(int32 subscription, TimestampTz due, Oid handler_owner, bool on_abort, int64 done)
 {
 	JobNotes   *current;
 	int			i;
@@ -341,6 +355,7 @@ add_note(int32 subscription, TimestampTz due, Oid handler_owner, bool on_abort)
 			note->handler_owner == handler_owner)
 		{
 			note->due = Min(note->due, due);
+			note->done += done;
 			return;
 		}
 	}
@@ -348,6 +363,7 @@ add_note(int32 subscription, TimestampTz due, Oid handler_owner, bool on_abort)
 	current->notes[current->n].on_abort = on_abort;
 	current->notes[current->n].handler_owner = handler_owner;
 	current->notes[current->n].due = due;
+	current->notes[current->n].done = done;
 	current->n++;
 }
 
@@ -355,14 +371,21 @@ add_note(int32 subscription, TimestampTz due, Oid handler_owner, bool on_abort)
 void
 outbox_hint_note(int32 subscription, TimestampTz due, Oid handler_owner)
 {
-	add_note(subscription, due, handler_owner, false);
+	add_note(subscription, due, handler_owner, false, 0);
 }
 
 /* Have it posted when this (sub)transaction is rolled back. */
 void
 outbox_hint_note_abort(int32 subscription, TimestampTz due, Oid handler_owner)
 {
-	add_note(subscription, due, handler_owner, true);
+	add_note(subscription, due, handler_owner, true, 0);
+}
+
+/* Have jobs counted as completed when this transaction commits. */
+void
+outbox_hint_note_done(int32 subscription, int64 n)
+{
+	add_note(subscription, DT_NOEND, InvalidOid, false, n);
 }
 
 /* Post the notes of one kind. */
@@ -373,9 +396,14 @@ post_notes(const JobNotes *list, bool on_abort)
 
 	for (i = 0; i < list->n; i++)
 	{
-		if (list->notes[i].on_abort == on_abort)
-			outbox_hint_post(list->notes[i].subscription, list->notes[i].due,
-							 list->notes[i].handler_owner);
+		const JobNote *note = &list->notes[i];
+
+		if (note->on_abort != on_abort)
+			continue;
+		if (note->due != DT_NOEND)
+			outbox_hint_post(note->subscription, note->due, note->handler_owner);
+		if (note->done > 0)
+			count_done(note->subscription, note->done);
 	}
 }
 
@@ -568,19 +596,6 @@ outbox_hint_next(int32 subscription)
 		SpinLockRelease(&hint->mutex);
 	}
 	return result;
-}
-
-/* Count jobs that were completed. */
-void
-outbox_hint_count_done(int32 subscription, int64 n)
-{
-	OutboxHint *hint = get_hint(subscription);
-
-	if (hint != NULL && lock_hint(hint, subscription))
-	{
-		hint->done += n;
-		SpinLockRelease(&hint->mutex);
-	}
 }
 
 /* How many were completed since the server, or its shared memory, started? */

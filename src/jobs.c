@@ -9,7 +9,7 @@
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "consume.h"
 
 #include "catalog/namespace.h"
 #include "catalog/pg_type.h"
@@ -141,6 +141,148 @@ outbox_subject_key(const char *scope, const char *subject)
 	return (int64) hash;
 }
 
+/* A job of an ordered subscription that is about to be added */
+typedef struct Ordered
+{
+	OutboxTarget *target;
+	int32		subscription;
+	int64		key;
+} Ordered;
+
+/* Order by subject, the jobs of one in the order in which they are added. */
+static int
+compare_ordered(const void *a, const void *b)
+{
+	const Ordered *oa = a;
+	const Ordered *ob = b;
+
+	if (oa->subscription != ob->subscription)
+		return oa->subscription < ob->subscription ? -1 : 1;
+	if (oa->key != ob->key)
+		return oa->key < ob->key ? -1 : 1;
+	return oa->target->job < ob->target->job ? -1 : oa->target->job > ob->target->job;
+}
+
+/*
+ * Jobs of an ordered subscription wait behind an older one of their subject:
+ * they are due at infinity until that one has come to an end, and so are not in
+ * the way of a claim.
+ *
+ * The youngest of those that are unfinished is locked until we have committed,
+ * so that who ends it finds ours.  When that cannot be locked, somebody is about
+ * to end it, and may have looked for the next one already: then the first of
+ * ours is due, and the claim sees to the order.
+ */
+static void
+hold_back(OutboxEvent *events, int nevents)
+{
+	static OutboxPlan lock = {
+		"SELECT u.ord FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
+		" WITH ORDINALITY AS u(sub, key, ord)"
+		" CROSS JOIN LATERAL (SELECT j.id FROM outbox.jobs j"
+		" WHERE j.subscription_id OPERATOR(pg_catalog.=) u.sub"
+		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
+		" ORDER BY j.id DESC LIMIT 1 FOR SHARE SKIP LOCKED) o",
+		2, {INT4ARRAYOID, INT8ARRAYOID}, NULL
+	};
+	Ordered    *list;
+	OutboxTarget **firsts;
+	Datum	   *columns[2];
+	Datum		values[2];
+	uint64		nlocked;
+	int			nfirsts = 0;
+	int			n = 0;
+	int			i,
+				j;
+
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+			n += events[i].targets[j].sub->ordered;
+	}
+	if (n == 0)
+		return;
+	list = palloc(n * sizeof(Ordered));
+	n = 0;
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+		{
+			OutboxTarget *target = &events[i].targets[j];
+
+			if (!target->sub->ordered || events[i].subject == NULL || target->covered_by != NULL)
+				continue;
+			list[n].target = target;
+			list[n].subscription = target->sub->id;
+			list[n++].key = outbox_subject_key(events[i].scope, events[i].subject);
+		}
+	}
+	if (n == 0)
+		return;
+	qsort(list, n, sizeof(Ordered), compare_ordered);
+
+	firsts = palloc(n * sizeof(OutboxTarget *));
+	columns[0] = palloc(n * sizeof(Datum));
+	columns[1] = palloc(n * sizeof(Datum));
+	for (i = 0; i < n; i++)
+	{
+		if (i > 0 && list[i].subscription == list[i - 1].subscription && list[i].key == list[i - 1].key)
+		{
+			list[i].target->due_at = DT_NOEND;
+			continue;
+		}
+		firsts[nfirsts] = list[i].target;
+		columns[0][nfirsts] = Int32GetDatum(list[i].subscription);
+		columns[1][nfirsts++] = Int64GetDatum(list[i].key);
+	}
+	values[0] = outbox_make_array(columns[0], NULL, nfirsts, INT4OID);
+	values[1] = outbox_make_array(columns[1], NULL, nfirsts, INT8OID);
+	nlocked = outbox_execute(&lock, values, NULL, SPI_OK_SELECT);
+	for (i = 0; i < (int) nlocked; i++)
+	{
+		bool		isnull;
+		int64		ord = DatumGetInt64(outbox_spi_value(i, 1, &isnull));
+
+		firsts[ord - 1]->due_at = DT_NOEND;
+	}
+	SPI_freetuptable(SPI_tuptable);
+}
+
+/* Have the due times of the new jobs posted when they have been committed. */
+static void
+note_jobs(OutboxEvent *events, int nevents, TimestampTz now)
+{
+	int			i,
+				j;
+
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+			events[i].targets[j].sub->noted = DT_NOEND;
+	}
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+		{
+			OutboxTarget *target = &events[i].targets[j];
+
+			if (target->covered_by == NULL && target->due_at != DT_NOEND)
+				target->sub->noted = Min(target->sub->noted, Max(target->due_at, now));
+		}
+	}
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+		{
+			OutboxSubscription *sub = events[i].targets[j].sub;
+
+			if (sub->noted != DT_NOEND)
+				outbox_hint_note(sub->id, sub->noted, sub->handler_owner);
+			sub->noted = DT_NOEND;
+		}
+	}
+}
+
 /*
  * Insert the job rows of the events, set-based.  Ids are drawn from the
  * sequence first, since the marks need them too.
@@ -179,6 +321,16 @@ insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now)
 	int			i,
 				j;
 
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i].ntargets; j++)
+		{
+			if (events[i].targets[j].covered_by == NULL)
+				events[i].targets[j].job = nextval_internal(sequence, false);
+		}
+	}
+	hold_back(events, nevents);
+
 	for (i = 0; i < 6; i++)
 		columns[i] = palloc(njobs * sizeof(Datum));
 	for (i = 0; i < nevents; i++)
@@ -193,7 +345,6 @@ insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now)
 
 			if (target->covered_by != NULL)
 				continue;
-			target->job = nextval_internal(sequence, false);
 			columns[0][n] = Int64GetDatum(target->job);
 			columns[1][n] = Int32GetDatum(target->sub->id);
 			columns[2][n] = Int64GetDatum(event->seq);
@@ -224,6 +375,7 @@ insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now)
 		ereport(ERROR,
 				(errcode(ERRCODE_TRIGGERED_DATA_CHANGE_VIOLATION),
 				 errmsg("only " UINT64_FORMAT " of %d jobs were stored", inserted, n)));
+	note_jobs(events, nevents, now);
 	return n;
 }
 

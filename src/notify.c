@@ -16,6 +16,7 @@
 #undef ENABLE_GSS
 #include "libpq/libpq.h"
 
+#include "catalog/pg_type.h"
 #include "commands/async.h"
 #include "lib/stringinfo.h"
 #include "miscadmin.h"
@@ -140,6 +141,75 @@ outbox_notify_poisoned(const OutboxEvent *event, int sqlstate)
 					   list_make1(psprintf("{\"seq\": " INT64_FORMAT ", \"failures\": %d, \"sqlstate\": \"%s\"}",
 										   event->seq, event->failures,
 										   unpack_sql_state(sqlstate))));
+}
+
+/* Tell a channel of a subscription's own that it has jobs. */
+void
+outbox_notify_jobs(const char *channel, const char *subscription)
+{
+	/* NOTIFY would refuse it; outbox.subscribe does so before */
+	if (channel[0] == '\0' || strlen(channel) >= NAMEDATALEN)
+		return;
+	send_notifications(channel, list_make1(pstrdup(subscription)));
+}
+
+/* Read what events of type outbox.job.dead say, as payloads of notifications. */
+static List *
+read_dead(const int64 *seqs, int nseqs)
+{
+	static OutboxPlan read = {
+		"SELECT pg_catalog.jsonb_build_object('job', e.payload OPERATOR(pg_catalog.->) 'job',"
+		" 'seq', e.payload OPERATOR(pg_catalog.->) 'seq',"
+		" 'subscription', e.payload OPERATOR(pg_catalog.->) 'subscription')::text"
+		" FROM outbox.events e WHERE e.seq OPERATOR(pg_catalog.=) ANY ($1) ORDER BY e.seq",
+		1, {INT8ARRAYOID}, NULL
+	};
+	MemoryContext context = CurrentMemoryContext;
+	Datum	   *values = palloc(nseqs * sizeof(Datum));
+	Datum		value;
+	List	   *result = NIL;
+	uint64		n;
+	uint64		i;
+
+	for (i = 0; i < (uint64) nseqs; i++)
+		values[i] = Int64GetDatum(seqs[i]);
+	outbox_worker_begin("announcing dead jobs");
+	value = outbox_make_array(values, NULL, nseqs, INT8OID);
+	n = outbox_execute(&read, &value, NULL, SPI_OK_SELECT);
+	MemoryContextSwitchTo(context);
+	for (i = 0; i < n; i++)
+		result = lappend(result, outbox_spi_string(i, 1));
+	outbox_worker_commit();
+	return result;
+}
+
+/* Announce dead jobs, by the events that tell of them. */
+void
+outbox_notify_dead(const int64 *seqs, int nseqs)
+{
+	MemoryContext context = CurrentMemoryContext;
+	List	   *volatile payloads = NIL;
+
+	if (nseqs == 0 || outbox_dead_channel[0] == '\0')
+		return;
+	PG_TRY();
+	{
+		payloads = read_dead(seqs, nseqs);
+	}
+	PG_CATCH();
+	{
+		ErrorData  *edata = outbox_catch_error(context);
+
+		outbox_worker_abort();
+		MemoryContextSwitchTo(context);
+		ereport(LOG,
+				(errcode(edata->sqlerrcode),
+				 errmsg("outbox relay could not announce dead jobs: %s",
+						edata->message ? edata->message : "")));
+	}
+	PG_END_TRY();
+	if (payloads != NIL)
+		send_notifications(outbox_dead_channel, payloads);
 }
 
 /*

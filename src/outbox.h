@@ -267,6 +267,8 @@ typedef struct OutboxSubscription
 								 * here */
 	int64		filter_spent;	/* time that its filter took in this call, in
 								 * us */
+	TimestampTz noted;			/* scratch of outbox_enqueue */
+	bool		told;			/* scratch of outbox_announce */
 } OutboxSubscription;
 
 /* A subscription that an event matched */
@@ -339,8 +341,9 @@ extern void outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs);
 
 /* record.c */
 extern void outbox_record_poisoned(const OutboxEvent *event, const char *error);
-extern void outbox_record_alert(const char *type, const char *subject, const char *scope,
-								Jsonb *payload);
+extern void outbox_record_dead(const char *subscription, int64 job, int64 seq, int attempts,
+							   const char *type, const char *subject, const char *scope,
+							   const char *error);
 extern bool outbox_printable(const char *p, int len);
 extern void outbox_check_type(const char *type, int len, bool internal);
 extern int64 outbox_record_event(Datum type, Datum subject, Datum payload, Datum scope,
@@ -468,6 +471,8 @@ typedef struct OutboxSubscriptionRow
 
 extern void outbox_check_name(const char *name);
 extern bool outbox_find_subscription(const char *name, OutboxSubscriptionRow *sub);
+pg_noreturn extern void outbox_no_such_subscription(const char *name);
+extern bool outbox_may_change(const char *owner, Oid owner_oid, Oid roleid);
 extern void outbox_lock_routing(void);
 extern void outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid caller);
 extern void outbox_end_change(OutboxOwnerContext *context);
@@ -479,6 +484,8 @@ extern bool outbox_read_relay(OutboxDatabase *db, Oid dboid, int i, OutboxRelay 
 extern int64 outbox_notify_failures;
 extern void outbox_notify_fanned(const int64 *seqs, int nseqs);
 extern void outbox_notify_poisoned(const OutboxEvent *event, int sqlstate);
+extern void outbox_notify_dead(const int64 *seqs, int nseqs);
+extern void outbox_notify_jobs(const char *channel, const char *subscription);
 extern void outbox_listen_update(void);
 extern bool outbox_listen_heard(void);
 

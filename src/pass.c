@@ -327,21 +327,61 @@ within_job_limit(OutboxPass *pass, OutboxEvent *events)
 	return pass->claimed;
 }
 
+/*
+ * Tell those who listen for the jobs of a subscription of their own that there
+ * are some, once for all of the events.
+ */
+static void
+announce_jobs(OutboxEvent **events, int nevents)
+{
+	int			i,
+				j;
+
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i]->ntargets; j++)
+			events[i]->targets[j].sub->told = false;
+	}
+	for (i = 0; i < nevents; i++)
+	{
+		for (j = 0; j < events[i]->ntargets; j++)
+		{
+			OutboxSubscription *sub = events[i]->targets[j].sub;
+
+			if (sub->notify != NULL && !sub->told)
+				outbox_notify_jobs(sub->notify, sub->name);
+			sub->told = true;
+		}
+	}
+}
+
 /* Tell those who wait, and everybody who listens, what has been fanned out. */
 void
 outbox_announce(List *fanned, OutboxEvent *events, int nevents)
 {
 	int			n = fanned ? list_length(fanned) : nevents;
+	OutboxEvent **list;
 	int64	   *seqs;
+	int64	   *dead;
+	int			ndead = 0;
 	int			i;
 
 	if (n == 0)
 		return;
+	list = palloc(n * sizeof(OutboxEvent *));
 	seqs = palloc(n * sizeof(int64));
+	dead = palloc(n * sizeof(int64));
 	for (i = 0; i < n; i++)
-		seqs[i] = fanned ? ((OutboxEvent *) list_nth(fanned, i))->seq : events[i].seq;
+	{
+		list[i] = fanned ? (OutboxEvent *) list_nth(fanned, i) : &events[i];
+		seqs[i] = list[i]->seq;
+		if (strcmp(list[i]->type, "outbox.job.dead") == 0)
+			dead[ndead++] = seqs[i];
+	}
 	outbox_await_wake(MyDatabaseId, seqs, n);
 	outbox_notify_fanned(seqs, n);
+	announce_jobs(list, n);
+	outbox_notify_dead(dead, ndead);
 }
 
 /*

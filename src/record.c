@@ -33,6 +33,8 @@
 #define EVENTS_FANNED_OUT_AT 8
 #define EVENTS_POISONED_AT 15
 
+#define MAX_ALERT_ERROR 500		/* bytes of an error that an alert tells */
+
 /* The statement under way records an event of the extension itself */
 static bool recording_internal = false;
 
@@ -343,58 +345,96 @@ outbox_record(PG_FUNCTION_ARGS)
 										nulls, false));
 }
 
+/* A pair of an object of an alert: a text, which may be NULL, or a number */
+static void
+set_pair(JsonbPair *pair, const char *key, const char *text, int64 number, bool is_number)
+{
+	memset(pair, 0, sizeof(*pair));
+	pair->key.type = jbvString;
+	pair->key.val.string.val = unconstify(char *, key);
+	pair->key.val.string.len = strlen(key);
+	if (is_number)
+	{
+		pair->value.type = jbvNumeric;
+		pair->value.val.numeric = int64_to_numeric(number);
+	}
+	else if (text == NULL)
+		pair->value.type = jbvNull;
+	else
+	{
+		pair->value.type = jbvString;
+		pair->value.val.string.val = unconstify(char *, text);
+		pair->value.val.string.len = strlen(text);
+	}
+}
+
 /*
- * Record that an event has been poisoned, as an event of the extension's own
- * with the scope of the poisoned one, so that a subscription can carry the
- * alert.  Called by the relay, in the transaction that poisons.
+ * Record an alert as an event of the extension's own, so that a subscription
+ * can carry it.  The pairs are in the order that jsonb wants: by the length of
+ * their keys, then by bytes.
+ */
+static void
+record_alert(const char *type, const char *subject, const char *scope, JsonbPair *pairs, int npairs)
+{
+	bool		nulls[6] = {false, true, false, true, true, true};
+	Datum		subject_value = (Datum) 0;
+	Datum		scope_value = (Datum) 0;
+	JsonbValue	object;
+
+	object.type = jbvObject;
+	object.val.object.nPairs = npairs;
+	object.val.object.pairs = pairs;
+	if (subject != NULL)
+	{
+		subject_value = CStringGetTextDatum(subject);
+		nulls[1] = false;
+	}
+	if (scope != NULL)
+	{
+		scope_value = CStringGetTextDatum(scope);
+		nulls[3] = false;
+	}
+	outbox_record_event(CStringGetTextDatum(type), subject_value,
+						PointerGetDatum(JsonbValueToJsonb(&object)), scope_value,
+						(Datum) 0, (Datum) 0, nulls, true);
+}
+
+/*
+ * Record that an event has been poisoned, with its subject and scope.  Called by
+ * the relay, in the transaction that poisons.
  */
 void
 outbox_record_poisoned(const OutboxEvent *event, const char *error)
 {
-	bool		nulls[6] = {false, true, false, true, true, true};
-	Datum		subject = (Datum) 0;
-	Datum		scope = (Datum) 0;
-	JsonbValue	object;
 	JsonbPair	pairs[5];
 
-	/* in the order that jsonb wants: by length, then by bytes */
-	static const char *const keys[] = {"seq", "type", "subject", "failures", "last_error"};
-	int			i;
+	set_pair(&pairs[0], "seq", NULL, event->seq, true);
+	set_pair(&pairs[1], "type", event->type, 0, false);
+	set_pair(&pairs[2], "subject", event->subject, 0, false);
+	set_pair(&pairs[3], "failures", NULL, event->failures, true);
+	set_pair(&pairs[4], "last_error", error, 0, false);
+	record_alert("outbox.event.poisoned", event->subject, event->scope, pairs, 5);
+}
 
-	memset(pairs, 0, sizeof(pairs));
-	for (i = 0; i < 5; i++)
-	{
-		pairs[i].key.type = jbvString;
-		pairs[i].key.val.string.val = unconstify(char *, keys[i]);
-		pairs[i].key.val.string.len = strlen(keys[i]);
-		pairs[i].value.type = jbvString;
-	}
-	pairs[0].value.type = jbvNumeric;
-	pairs[0].value.val.numeric = int64_to_numeric(event->seq);
-	pairs[1].value.val.string.val = event->type;
-	pairs[1].value.val.string.len = strlen(event->type);
-	if (event->subject == NULL)
-		pairs[2].value.type = jbvNull;
-	else
-	{
-		pairs[2].value.val.string.val = event->subject;
-		pairs[2].value.val.string.len = strlen(event->subject);
-		subject = CStringGetTextDatum(event->subject);
-		nulls[1] = false;
-	}
-	pairs[3].value.type = jbvNumeric;
-	pairs[3].value.val.numeric = int64_to_numeric(event->failures);
-	pairs[4].value.val.string.val = unconstify(char *, error);
-	pairs[4].value.val.string.len = strlen(error);
-	object.type = jbvObject;
-	object.val.object.nPairs = 5;
-	object.val.object.pairs = pairs;
-	if (event->scope != NULL)
-	{
-		scope = CStringGetTextDatum(event->scope);
-		nulls[3] = false;
-	}
-	outbox_record_event(CStringGetTextDatum("outbox.event.poisoned"), subject,
-						PointerGetDatum(JsonbValueToJsonb(&object)), scope,
-						(Datum) 0, (Datum) 0, nulls, true);
+/*
+ * Record that a job is dead, with subject and scope of its event, whose type is
+ * NULL when the event is gone.  In the transaction that sets the job aside, as
+ * the owner of the extension.  Of the error only the first line is told: what
+ * follows may be data.
+ */
+void
+outbox_record_dead(const char *subscription, int64 job, int64 seq, int attempts,
+				   const char *type, const char *subject, const char *scope, const char *error)
+{
+	JsonbPair	pairs[7];
+	char	   *line = pnstrdup(error, strcspn(error, "\n"));
+
+	set_pair(&pairs[0], "job", NULL, job, true);
+	set_pair(&pairs[1], "seq", NULL, seq, true);
+	set_pair(&pairs[2], "type", type, 0, false);
+	set_pair(&pairs[3], "subject", subject, 0, false);
+	set_pair(&pairs[4], "attempts", NULL, attempts, true);
+	set_pair(&pairs[5], "last_error", outbox_clip(line, MAX_ALERT_ERROR), 0, false);
+	set_pair(&pairs[6], "subscription", subscription, 0, false);
+	record_alert("outbox.job.dead", subject, scope, pairs, 7);
 }

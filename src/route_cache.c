@@ -102,6 +102,9 @@ load_subscription(LoadedSubscription *loaded, int row)
 		sub->filter = DatumGetJsonPathPCopy(value);
 	sub->coalescing = DatumGetBool(outbox_spi_value(row, 7, &isnull));
 	sub->ordered = DatumGetBool(outbox_spi_value(row, 8, &isnull));
+	value = outbox_spi_value(row, 9, &isnull);
+	sub->handler_owner = isnull ? InvalidOid : DatumGetObjectId(value);
+	sub->notify = outbox_spi_string(row, 10);
 
 	value = outbox_spi_value(row, 4, &isnull);
 	deconstruct_array(DatumGetArrayTypeP(value), TEXTOID, -1, false, TYPALIGN_INT,
@@ -129,7 +132,9 @@ static LoadedSubscription *
 load_subscriptions(int64 *version, int *nsubs, Snapshot snapshot)
 {
 	static OutboxPlan load = {
-		"SELECT r.version, s.id, s.name, s.types, s.scope, s.filter, s.coalescing, s.ordered"
+		"SELECT r.version, s.id, s.name, s.types, s.scope, s.filter, s.coalescing, s.ordered,"
+		" CASE WHEN s.handler IS NOT NULL THEN s.owner_oid END,"
+		" s.options OPERATOR(pg_catalog.->>) 'notify'"
 		" FROM outbox.routing r LEFT JOIN outbox.subscriptions s ON true",
 		0, {0}, NULL
 	};
@@ -339,6 +344,8 @@ outbox_route_load(Snapshot snapshot)
 		sub->name = pstrdup(sub->name);
 		if (sub->scope != NULL)
 			sub->scope = pstrdup(sub->scope);
+		if (sub->notify != NULL)
+			sub->notify = pstrdup(sub->notify);
 		if (sub->filter != NULL)
 			sub->filter = DatumGetJsonPathPCopy(PointerGetDatum(sub->filter));
 	}

@@ -76,8 +76,8 @@ role_is(Oid roleid, const char *name)
 }
 
 /* May a role see and change the subscriptions of an owner? */
-static bool
-has_rights_of_owner(Oid roleid, const char *owner, Oid owner_oid)
+bool
+outbox_may_change(const char *owner, Oid owner_oid, Oid roleid)
 {
 	return outbox_is_admin(roleid) ||
 		(role_is(owner_oid, owner) && has_privs_of_role(roleid, owner_oid));
@@ -119,7 +119,7 @@ outbox_lock_routing(void)
 void
 outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid caller)
 {
-	if (has_rights_of_owner(caller, sub->owner, sub->owner_oid))
+	if (outbox_may_change(sub->owner, sub->owner_oid, caller))
 		return;
 	if (role_is(sub->owner_oid, sub->owner))
 		ereport(ERROR,
@@ -133,8 +133,8 @@ outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid 
 }
 
 /* Complain that there is no such subscription. */
-pg_noreturn static void
-no_such_subscription(const char *name)
+void
+outbox_no_such_subscription(const char *name)
 {
 	ereport(ERROR,
 			(errcode(ERRCODE_UNDEFINED_OBJECT),
@@ -153,7 +153,7 @@ begin_change(const char *name, OutboxSubscriptionRow *sub, OutboxOwnerContext *c
 	outbox_spi_connect();
 	outbox_lock_routing();
 	if (!outbox_find_subscription(name, sub))
-		no_such_subscription(name);
+		outbox_no_such_subscription(name);
 	outbox_check_may_change(name, sub, context->userid);
 }
 
@@ -355,7 +355,7 @@ outbox_adopt(PG_FUNCTION_ARGS)
 	outbox_spi_connect();
 	outbox_lock_routing();
 	if (!outbox_find_subscription(name, &sub))
-		no_such_subscription(name);
+		outbox_no_such_subscription(name);
 	owner_oid = get_role_oid(sub.owner, true);
 	if (context.userid != owner_oid && !superuser_arg(context.userid))
 		ereport(ERROR,
@@ -385,7 +385,7 @@ outbox_visible(PG_FUNCTION_ARGS)
 
 	if (PG_ARGISNULL(0) || PG_ARGISNULL(1))
 		PG_RETURN_BOOL(outbox_is_admin(caller));
-	PG_RETURN_BOOL(has_rights_of_owner(caller, NameStr(*PG_GETARG_NAME(0)), PG_GETARG_OID(1)));
+	PG_RETURN_BOOL(outbox_may_change(NameStr(*PG_GETARG_NAME(0)), PG_GETARG_OID(1), caller));
 }
 
 PG_FUNCTION_INFO_V1(outbox_routing_changed);
@@ -426,9 +426,8 @@ sees_subscription(Oid roleid, int32 id)
 
 	if (outbox_execute(&find, &value, NULL, SPI_OK_SELECT) == 0)
 		return false;
-	return has_rights_of_owner(roleid,
-							   NameStr(*DatumGetName(outbox_spi_value(0, 1, &isnull))),
-							   DatumGetObjectId(outbox_spi_value(0, 2, &isnull)));
+	return outbox_may_change(NameStr(*DatumGetName(outbox_spi_value(0, 1, &isnull))),
+							 DatumGetObjectId(outbox_spi_value(0, 2, &isnull)), roleid);
 }
 
 PG_FUNCTION_INFO_V1(outbox_matching);
