@@ -17,6 +17,7 @@ OBJS = \
 	src/capture_row.o \
 	src/capture_value.o \
 	src/check.o \
+	src/check_jobs.o \
 	src/consumer.o \
 	src/control.o \
 	src/dead.o \

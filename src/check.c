@@ -9,7 +9,7 @@
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "check.h"
 
 #include "access/xlog.h"
 #include "catalog/pg_type.h"
@@ -21,22 +21,6 @@
 #include "utils/tuplestore.h"
 
 #define CHECK_COLUMNS 3
-
-typedef enum CheckLevel
-{
-	CHECK_NOTICE,
-	CHECK_WARNING,
-	CHECK_ERROR
-} CheckLevel;
-
-typedef struct CheckState
-{
-	ReturnSetInfo *rsinfo;
-	int			problems;		/* warnings and errors found */
-} CheckState;
-
-static void report(CheckState *state, CheckLevel level, const char *hint,
-				   const char *format,...) pg_attribute_printf(4, 5);
 
 /* One row of the result */
 static void
@@ -55,8 +39,8 @@ put_row(CheckState *state, const char *level, const char *finding, const char *h
 }
 
 /* A finding, with a hint or NULL */
-static void
-report(CheckState *state, CheckLevel level, const char *hint, const char *format,...)
+void
+outbox_report(CheckState *state, CheckLevel level, const char *hint, const char *format,...)
 {
 	static const char *const words[] = {"notice", "warning", "error"};
 	StringInfoData finding;
@@ -81,8 +65,8 @@ report(CheckState *state, CheckLevel level, const char *hint, const char *format
 }
 
 /* How long ago a time was, in words */
-static char *
-ago(TimestampTz then)
+char *
+outbox_check_ago(TimestampTz then)
 {
 	int64		seconds = (GetCurrentTimestamp() - then) / USECS_PER_SEC;
 
@@ -96,21 +80,21 @@ ago(TimestampTz then)
 }
 
 /* Run a statement without parameters; returns the number of its rows. */
-static int
-query(OutboxPlan *plan)
+int
+outbox_check_query(OutboxPlan *plan)
 {
 	return (int) outbox_execute(plan, NULL, NULL, SPI_OK_SELECT);
 }
 
 /* Values of its result */
-static char *
-text_at(int row, int column)
+char *
+outbox_check_text(int row, int column)
 {
 	return SPI_getvalue(SPI_tuptable->vals[row], SPI_tuptable->tupdesc, column);
 }
 
-static int64
-int8_at(int row, int column)
+int64
+outbox_check_int8(int row, int column)
 {
 	bool		isnull;
 	Datum		value = outbox_spi_value(row, column, &isnull);
@@ -118,8 +102,8 @@ int8_at(int row, int column)
 	return isnull ? 0 : DatumGetInt64(value);
 }
 
-static TimestampTz
-time_at(int row, int column)
+TimestampTz
+outbox_check_time(int row, int column)
 {
 	bool		isnull;
 	Datum		value = outbox_spi_value(row, column, &isnull);
@@ -354,60 +338,6 @@ check_events(CheckState *state)
 			   n, n == 100000 ? " or more" : "", ago(time_at(0, 2)));
 }
 
-/* Subscriptions whose jobs nobody can take, or takes */
-static void
-check_subscriptions(CheckState *state)
-{
-	static OutboxPlan owners = {
-		"SELECT s.name, s.owner, EXISTS (SELECT FROM pg_catalog.pg_roles r WHERE r.rolname OPERATOR(pg_catalog.=) s.owner)"
-		" FROM outbox.subscriptions s WHERE NOT EXISTS (SELECT FROM pg_catalog.pg_roles o"
-		" WHERE o.oid OPERATOR(pg_catalog.=) s.owner_oid AND o.rolname OPERATOR(pg_catalog.=) s.owner)"
-		" ORDER BY s.name COLLATE \"C\" LIMIT 20",
-		0, {0}, NULL
-	};
-	static OutboxPlan paused = {
-		"SELECT s.name, s.paused_at, (SELECT pg_catalog.count(*) FROM (SELECT FROM outbox.jobs j"
-		" WHERE j.subscription_id OPERATOR(pg_catalog.=) s.id AND j.done_at IS NULL AND j.dead_at IS NULL LIMIT 10000) j)"
-		" FROM outbox.subscriptions s WHERE s.paused_at IS NOT NULL ORDER BY s.name COLLATE \"C\" LIMIT 20",
-		0, {0}, NULL
-	};
-	static OutboxPlan unread = {
-		"SELECT s.name, j.created_at FROM outbox.subscriptions s"
-		" CROSS JOIN LATERAL (SELECT j.created_at, j.due_at FROM outbox.jobs j"
-		" WHERE j.subscription_id OPERATOR(pg_catalog.=) s.id AND j.done_at IS NULL AND j.dead_at IS NULL"
-		" ORDER BY j.due_at, j.id LIMIT 1) j"
-		" WHERE s.paused_at IS NULL"
-		" AND j.due_at OPERATOR(pg_catalog.<) (pg_catalog.now() OPERATOR(pg_catalog.-) '1 day'::interval)"
-		" ORDER BY s.name COLLATE \"C\" LIMIT 20",
-		0, {0}, NULL
-	};
-	bool		isnull;
-	int			n;
-	int			i;
-
-	n = query(&owners);
-	for (i = 0; i < n; i++)
-	{
-		bool		reborn = DatumGetBool(outbox_spi_value(i, 3, &isnull));
-
-		report(state, CHECK_WARNING,
-			   reborn ? "If it is the same, call outbox.adopt; else outbox.set_owner." :
-			   "Give it to another role with outbox.set_owner, or end it with outbox.unsubscribe.",
-			   "subscription \"%s\" has no owner: role \"%s\" %s", text_at(i, 1), text_at(i, 2),
-			   reborn ? "was made anew" : "is missing");
-	}
-	n = query(&paused);
-	for (i = 0; i < n; i++)
-		report(state, CHECK_NOTICE, "outbox.resume() ends the pause.",
-			   "subscription \"%s\" was paused %s; jobs that wait: " INT64_FORMAT "%s", text_at(i, 1),
-			   ago(time_at(i, 2)), int8_at(i, 3), int8_at(i, 3) == 10000 ? " or more" : "");
-	n = query(&unread);
-	for (i = 0; i < n; i++)
-		report(state, CHECK_WARNING,
-			   "Nobody seems to take them. End a subscription that is not needed with outbox.unsubscribe.",
-			   "jobs of subscription \"%s\" wait; the oldest was made %s", text_at(i, 1), ago(time_at(i, 2)));
-}
-
 /* Sessions and the like that hold back the whole server */
 static void
 check_others(CheckState *state)
@@ -479,7 +409,7 @@ outbox_check(PG_FUNCTION_ARGS)
 	check_armed(&state);
 	check_objects(&state);
 	check_events(&state);
-	check_subscriptions(&state);
+	outbox_check_subscriptions(&state);
 	check_others(&state);
 	if (state.problems == 0)
 		put_row(&state, "ok", "nothing keeps events from being fanned out", NULL);
