@@ -148,6 +148,10 @@ outbox_keep_assign_slot(OutboxKeptDatabase *db)
 		slot->swept_at = 0;
 		slot->next_retry = 0;
 		memset(slot->relays, 0, sizeof(slot->relays));
+		memset(slot->runners, 0, sizeof(slot->runners));
+		memset(slot->wants, 0, sizeof(slot->wants));
+		slot->runners_watched = false;
+		slot->crowd = 0;
 		SpinLockRelease(&slot->mutex);
 		db->slot = i;
 	}

@@ -100,8 +100,8 @@ typedef struct OutboxRelay
 
 /*
  * One runner of one database: a worker that runs the handlers of one role.
- * Written by that runner alone, except that the launcher frees it; under the
- * database's mutex.
+ * Under the database's mutex.  Written by that runner, but for this: the
+ * launcher frees it and may set leaving; who wakes it sets idle to false.
  */
 typedef struct OutboxRunner
 {
@@ -109,7 +109,11 @@ typedef struct OutboxRunner
 	int			procno;			/* for ProcSendSignal */
 	Oid			owner;			/* whose handlers it runs */
 	bool		idle;			/* waits for something to do */
+	bool		leaving;		/* ends when its job is over */
 	OutboxRelayEnd end;
+	bool		died_at_work;	/* ended in the middle of a job */
+	TimestampTz started_at;
+	TimestampTz busy_since;		/* since when it is not idle */
 	int32		subscription;	/* whose job it runs; 0: none */
 	int64		job;
 	TimestampTz began_at;		/* when it took that job */
@@ -121,6 +125,7 @@ typedef struct OutboxRunner
 typedef struct OutboxWant
 {
 	Oid			owner;			/* InvalidOid: free */
+	uint32		posts;			/* how often something was posted */
 	TimestampTz due;			/* DT_NOEND: nothing known */
 	TimestampTz served_at;		/* when a runner last worked for it */
 } OutboxWant;
@@ -147,6 +152,9 @@ typedef struct OutboxDatabase
 	OutboxRelay relays[OUTBOX_MAX_RELAYS];
 	OutboxRunner runners[OUTBOX_MAX_RUNNERS];
 	OutboxWant	wants[OUTBOX_MAX_WANTS];
+	bool		runners_watched;	/* the launcher looks at them again soon */
+	int			crowd;			/* runners that are to make room for others */
+	TimestampTz crowded_since;	/* since when crowd is not 0 */
 } OutboxDatabase;
 
 /* A prepared transaction that recorded events */
@@ -335,6 +343,17 @@ extern void outbox_doorbell_wake(OutboxDatabase *db);
 /* want.c */
 extern void outbox_want_runner(Oid owner, TimestampTz due); /* must not raise or
 															 * allocate */
+extern void outbox_want_nothing(Oid owner);
+
+/* want.c: in a runner */
+extern void outbox_runner_is(OutboxDatabase *db, OutboxRunner *runner);
+extern uint32 outbox_want_begin(Oid owner);
+extern TimestampTz outbox_want_end(Oid owner, uint32 seen, TimestampTz next);
+extern bool outbox_runner_should_go(bool idle);
+extern int	outbox_runners_on(int32 subscription);
+extern void outbox_runner_shows(int32 subscription, int64 job);
+extern void outbox_runner_idle(bool idle);
+extern void outbox_runner_count(bool failed);
 
 /* await.c */
 extern void outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs);
@@ -500,15 +519,16 @@ typedef struct OutboxWorkerArgs
 	bool		nologin;		/* who may not log in */
 	int			slot;			/* of the database, in OutboxShared.databases */
 	int			relay;			/* in OutboxDatabase.relays */
+	int			runner;			/* in OutboxDatabase.runners */
 	uint32		visit;			/* OutboxVisit.number */
 } OutboxWorkerArgs;
 
 extern bool outbox_worker_attach(OutboxWorkerArgs *args);
+extern bool outbox_runner_attach(OutboxWorkerArgs *args);
 extern void outbox_worker_arguments(OutboxWorkerArgs *args);
 extern void outbox_worker_signals(void);
 extern bool outbox_worker_asked(void);
 extern void outbox_worker_connect(Oid dboid, Oid userid, bool nologin);
-extern void outbox_worker_pin_settings(void);
 extern void outbox_worker_begin(const char *activity);
 extern void outbox_worker_commit(void);
 extern void outbox_worker_abort(void);
@@ -519,6 +539,9 @@ extern uint32 outbox_wait_event(const char *name);
 /* relay.c */
 extern PGDLLEXPORT void outbox_relay_main(Datum main_arg);
 extern bool outbox_relay_sweep_once(void);
+
+/* runner.c */
+extern PGDLLEXPORT void outbox_runner_main(Datum main_arg);
 
 /* launcher.c */
 extern void outbox_launcher_register(void);

@@ -128,6 +128,23 @@ static const PinnedSetting pinned[] = {
 };
 
 /*
+ * Settings of a runner.  Handlers are to see the settings of the role and of
+ * the database, so only what could end or hinder the runner itself is pinned,
+ * and what decides who may do what.
+ */
+static const PinnedSetting pinned_in_runner[] = {
+	{"exit_on_error", "off", 0},
+	{"transaction_timeout", "0", 170000},
+	{"statement_timeout", "0", 0},
+	{"idle_in_transaction_session_timeout", "0", 0},
+	{"idle_session_timeout", "0", 0},
+	{"default_transaction_read_only", "off", 0},
+	{"default_transaction_deferrable", "off", 0},
+	{"session_replication_role", "origin", 0},
+	{"restrict_nonsystem_relation_kind", "", 170000},
+};
+
+/*
  * SIGTERM: remember that somebody asked, for the launcher; the rest is the
  * server's own handler.
  */
@@ -237,6 +254,73 @@ take_place(const OutboxWorkerArgs *args)
 	return taken;
 }
 
+/* Give up the place of a runner, and tell the launcher. */
+static void
+release_runner(int code, Datum arg)
+{
+	OutboxWorkerArgs args;
+	OutboxDatabase *db;
+	OutboxRunner *runner;
+	TimestampTz now = GetCurrentTimestamp();
+	int			i;
+
+	outbox_worker_arguments(&args);
+	db = &outbox_shared->databases[args.slot];
+	runner = &db->runners[args.runner];
+	SpinLockAcquire(&db->mutex);
+	if (runner->pid == MyProcPid)
+	{
+		runner->pid = 0;
+		runner->end = code == 0 ? OUTBOX_END_CLEAN :
+			asked_to_end ? OUTBOX_END_ASKED : OUTBOX_END_FAILED;
+		runner->died_at_work = runner->job != 0;
+		runner->subscription = 0;
+		runner->job = 0;
+		for (i = 0; i < OUTBOX_MAX_WANTS; i++)
+		{
+			if (db->wants[i].owner == runner->owner)
+				db->wants[i].served_at = now;
+		}
+	}
+	SpinLockRelease(&db->mutex);
+	outbox_launcher_wake();
+}
+
+/* Take the place of a runner.  False: as of take_place. */
+static bool
+take_runner_place(const OutboxWorkerArgs *args)
+{
+	OutboxDatabase *db = &outbox_shared->databases[args->slot];
+	OutboxRunner *runner = &db->runners[args->runner];
+	TimestampTz now = GetCurrentTimestamp();
+	bool		closed;
+	bool		taken = false;
+
+	LWLockAcquire(outbox_shared->lock, LW_EXCLUSIVE);
+	closed = outbox_ddl_closed(args->dboid);
+	SpinLockAcquire(&db->mutex);
+	if (db->dboid == args->dboid && runner->pid == 0)
+	{
+		if (closed)
+			runner->end = OUTBOX_END_ASKED;
+		else
+		{
+			memset(runner, 0, sizeof(*runner));
+			runner->pid = MyProcPid;
+			runner->procno = MyProcNumber;
+			runner->owner = args->userid;
+			runner->started_at = now;
+			runner->busy_since = now;
+			taken = true;
+		}
+	}
+	SpinLockRelease(&db->mutex);
+	LWLockRelease(outbox_shared->lock);
+	if (taken)
+		outbox_runner_is(db, runner);
+	return taken;
+}
+
 /*
  * Start of a relay: take its place and connect.  False: there is nothing for
  * this process to do, and it is to exit with code 0.
@@ -257,27 +341,50 @@ outbox_worker_attach(OutboxWorkerArgs *args)
 }
 
 /*
- * Pin the settings.  No reload can change what has this source; most need no
- * transaction, so that none is exposed to what a database has set.
+ * Pin settings.  No reload can change what has this source, and RESET goes
+ * back to it; most need no transaction, so that none is exposed to what a
+ * database has set.
  */
-void
-outbox_worker_pin_settings(void)
+static void
+pin_settings(const PinnedSetting *settings, int n)
 {
 	int			i;
 
-	for (i = 0; i < (int) lengthof(pinned); i++)
+	for (i = 0; i < n; i++)
 	{
-		if (PG_VERSION_NUM >= pinned[i].since)
-			SetConfigOption(pinned[i].name, pinned[i].value, PGC_SUSET, PGC_S_OVERRIDE);
+		if (PG_VERSION_NUM >= settings[i].since)
+			SetConfigOption(settings[i].name, settings[i].value, PGC_SUSET, PGC_S_OVERRIDE);
 	}
 	SetConfigOption("client_encoding", GetDatabaseEncodingName(), PGC_SUSET, PGC_S_OVERRIDE);
 	SetConfigOption("application_name", MyBgworkerEntry->bgw_name, PGC_SUSET, PGC_S_OVERRIDE);
 }
 
+/* Pin the settings of a worker that runs no code of a user's. */
+static void
+pin_all_settings(void)
+{
+	pin_settings(pinned, lengthof(pinned));
+}
+
 /*
- * Connect to a database and become the role that the worker was started for:
- * the owner of a database may give it a role or session_authorization of its
- * own, which workers take over like anybody who connects.
+ * Become a role, in the session and for good: the owner of a database may give
+ * it a role or session_authorization of its own, which workers take over like
+ * anybody who connects.
+ */
+static void
+become_role(Oid userid)
+{
+	SetCurrentStatementStartTimestamp();
+	StartTransactionCommand();
+	SetConfigOption("session_authorization", GetUserNameFromId(userid, false),
+					PGC_SUSET, PGC_S_OVERRIDE);
+	SetConfigOption("role", "none", PGC_SUSET, PGC_S_OVERRIDE);
+	CommitTransactionCommand();
+	MemoryContextSwitchTo(TopMemoryContext);
+}
+
+/*
+ * Connect to a database and become the role that the worker was started for.
  *
  * userid: InvalidOid is the bootstrap superuser.  nologin: the role may not
  * log in.  Before PostgreSQL 17 only the bootstrap superuser can then connect,
@@ -289,7 +396,7 @@ outbox_worker_connect(Oid dboid, Oid userid, bool nologin)
 	if (!OidIsValid(dboid))
 	{
 		BackgroundWorkerInitializeConnection(NULL, NULL, 0);
-		outbox_worker_pin_settings();
+		pin_all_settings();
 		outbox_worker_reload();
 		pgstat_report_activity(STATE_IDLE, NULL);
 		return;
@@ -299,19 +406,35 @@ outbox_worker_connect(Oid dboid, Oid userid, bool nologin)
 #endif
 	BackgroundWorkerInitializeConnectionByOid(dboid, nologin ? InvalidOid : userid,
 											  BGWORKER_BYPASS_ROLELOGINCHECK);
-	outbox_worker_pin_settings();
-
-	SetCurrentStatementStartTimestamp();
-	StartTransactionCommand();
-	SetConfigOption("session_authorization",
-					GetUserNameFromId(OidIsValid(userid) ? userid : BOOTSTRAP_SUPERUSERID, false),
-					PGC_SUSET, PGC_S_OVERRIDE);
-	SetConfigOption("role", "none", PGC_SUSET, PGC_S_OVERRIDE);
-	CommitTransactionCommand();
-	MemoryContextSwitchTo(TopMemoryContext);
-
+	pin_all_settings();
+	become_role(OidIsValid(userid) ? userid : BOOTSTRAP_SUPERUSERID);
 	outbox_worker_reload();
 	pgstat_report_activity(STATE_IDLE, NULL);
+}
+
+/*
+ * Start of a runner: take its place and connect as the role whose handlers it
+ * runs, and as nobody else: that role is what is authenticated, so nothing
+ * that a handler does gets it more.  False: there is nothing for this process
+ * to do, and it is to exit with code 0.
+ *
+ * Before PostgreSQL 17 a role that may not log in cannot connect.
+ */
+bool
+outbox_runner_attach(OutboxWorkerArgs *args)
+{
+	outbox_worker_arguments(args);
+	on_shmem_exit(release_runner, (Datum) 0);
+	if (!take_runner_place(args))
+		return false;
+	outbox_worker_signals();
+	BackgroundWorkerInitializeConnectionByOid(args->dboid, args->userid,
+											  BGWORKER_BYPASS_ROLELOGINCHECK);
+	pin_settings(pinned_in_runner, lengthof(pinned_in_runner));
+	become_role(args->userid);
+	outbox_worker_reload();
+	pgstat_report_activity(STATE_IDLE, NULL);
+	return true;
 }
 
 /*
