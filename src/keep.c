@@ -1,8 +1,8 @@
 /*-------------------------------------------------------------------------
  *
  * keep.c
- *		Keeps the relays of a database: gives it a slot, starts as many as
- *		there should be, ends those that should not be, starts those that
+ *		Keeps the workers of a database: gives it a slot, starts as many relays
+ *		as there should be, ends those that should not be, starts those that
  *		ended anew, and takes the slot back.
  *
  * Part of the launcher; launcher.c tells the stories.
@@ -16,12 +16,8 @@
 #include "miscadmin.h"
 #include "portability/instr_time.h"
 
-/* Times in ms */
-#define HEALTHY_AFTER 60000		/* after such a life waits begin anew */
-#define START_INTERVAL 100		/* at least, between two starts of a relay */
-#define ENDED_AT_ONCE 1000		/* in so short a life nothing was done */
-#define GO_BY_ITSELF 5000		/* for a relay that is not needed */
-#define NO_ROOM_LOG_INTERVAL 600000 /* between two messages about it */
+/* Between two messages that there is no room, in ms */
+#define NO_ROOM_LOG_INTERVAL 600000
 
 int64		outbox_keep_now = 0;
 
@@ -113,8 +109,8 @@ outbox_keep_ended(BackgroundWorkerHandle **handle)
 }
 
 /* Is DDL at work on a database? */
-static bool
-is_closed(OutboxKeptDatabase *db)
+bool
+outbox_keep_closed(OutboxKeptDatabase *db)
 {
 	bool		result;
 
@@ -160,6 +156,10 @@ outbox_keep_assign_slot(OutboxKeptDatabase *db)
 	if (db->slot >= 0)
 	{
 		memset(db->relays, 0, sizeof(db->relays));
+		memset(db->runners, 0, sizeof(db->runners));
+		memset(db->owners, 0, sizeof(db->owners));
+		db->watch_at = OUTBOX_NEVER;
+		db->want_at = OUTBOX_NEVER;
 		db->swept = false;
 	}
 	else if (!db->swept)
@@ -174,7 +174,7 @@ outbox_keep_assign_slot(OutboxKeptDatabase *db)
 	}
 }
 
-/* Take the slot from a database that has no relay any more. */
+/* Take the slot from a database that has no worker any more. */
 static void
 free_slot(OutboxKeptDatabase *db)
 {
@@ -191,20 +191,20 @@ free_slot(OutboxKeptDatabase *db)
 }
 
 /*
- * End a relay: the worker that we registered, and the process that has the
- * place, which may be another, of a predecessor's.
+ * End a relay or runner: the worker that we registered, and the process that
+ * has the place, which may be another, of a predecessor's.
  */
-static void
-end_relay(OutboxKeptRelay *relay, int pid)
+void
+outbox_keep_end(OutboxKeptWorker *worker, int pid)
 {
-	if (relay->handle != NULL && !relay->handle_asked)
+	if (worker->handle != NULL && !worker->handle_asked)
 	{
-		relay->handle_asked = true;
-		TerminateBackgroundWorker(relay->handle);
+		worker->handle_asked = true;
+		TerminateBackgroundWorker(worker->handle);
 	}
-	if (pid != 0 && pid != relay->pid_asked)
+	if (pid != 0 && pid != worker->pid_asked)
 	{
-		relay->pid_asked = pid;
+		worker->pid_asked = pid;
 		kill(pid, SIGTERM);
 	}
 }
@@ -214,7 +214,7 @@ end_relay(OutboxKeptRelay *relay, int pid)
  * next one.
  */
 static void
-relay_ended(OutboxKeptDatabase *db, OutboxKeptRelay *relay, OutboxRelayEnd end, bool wanted)
+relay_ended(OutboxKeptDatabase *db, OutboxKeptWorker *relay, OutboxRelayEnd end, bool wanted)
 {
 	int64		lived = outbox_keep_now - relay->started_at;
 
@@ -223,11 +223,11 @@ relay_ended(OutboxKeptDatabase *db, OutboxKeptRelay *relay, OutboxRelayEnd end, 
 	relay->pid_asked = 0;
 	relay->end_at = OUTBOX_NEVER;
 
-	if (lived >= HEALTHY_AFTER)
+	if (lived >= OUTBOX_HEALTHY_AFTER)
 		relay->failures = 0;
 	if (end == OUTBOX_END_ASKED)
 	{
-		relay->start_at = relay->started_at + START_INTERVAL;
+		relay->start_at = relay->started_at + OUTBOX_START_INTERVAL;
 		return;
 	}
 
@@ -236,21 +236,21 @@ relay_ended(OutboxKeptDatabase *db, OutboxKeptRelay *relay, OutboxRelayEnd end, 
 	 * extension is there, waits like one that fails.  Once is no reason: the
 	 * extension may have been dropped and created again.
 	 */
-	if (end == OUTBOX_END_FAILED || lived < ENDED_AT_ONCE)
+	if (end == OUTBOX_END_FAILED || lived < OUTBOX_ENDED_AT_ONCE)
 		relay->failures++;
 	else
 		relay->failures = 0;
 	if (end == OUTBOX_END_FAILED || relay->failures > 1)
 		relay->start_at = outbox_keep_now + outbox_keep_wait(relay->failures);
 	else
-		relay->start_at = relay->started_at + START_INTERVAL;
+		relay->start_at = relay->started_at + OUTBOX_START_INTERVAL;
 
 	/* the extension, its owner or what the owner may do has changed perhaps */
 	if (wanted)
 		db->probe_at = Min(db->probe_at, relay->start_at);
 }
 
-/* The extension has changed: earlier failures of its relays tell nothing. */
+/* The extension has changed: earlier failures of its workers tell nothing. */
 void
 outbox_keep_forgive(OutboxKeptDatabase *db)
 {
@@ -259,15 +259,16 @@ outbox_keep_forgive(OutboxKeptDatabase *db)
 	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
 	{
 		db->relays[i].failures = 0;
-		db->relays[i].start_at = Min(db->relays[i].start_at, outbox_keep_now + START_INTERVAL);
+		db->relays[i].start_at = Min(db->relays[i].start_at, outbox_keep_now + OUTBOX_START_INTERVAL);
 	}
+	outbox_keep_runners_forgive(db);
 }
 
 /* Start a relay. */
 static void
 start_relay(OutboxKeptDatabase *db, int number)
 {
-	OutboxKeptRelay *relay = &db->relays[number];
+	OutboxKeptWorker *relay = &db->relays[number];
 	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
 	OutboxWorkerArgs args;
 
@@ -302,16 +303,16 @@ static void
 dismiss_relay(OutboxKeptDatabase *db, int number, int pid)
 {
 	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
-	OutboxKeptRelay *relay = &db->relays[number];
+	OutboxKeptWorker *relay = &db->relays[number];
 
 	if (!db->ours || outbox_keep_now >= relay->end_at)
 	{
-		end_relay(relay, pid);
+		outbox_keep_end(relay, pid);
 		return;
 	}
 	if (relay->end_at != OUTBOX_NEVER)
 		return;
-	relay->end_at = outbox_keep_now + GO_BY_ITSELF;
+	relay->end_at = outbox_keep_now + OUTBOX_GO_BY_ITSELF;
 	SpinLockAcquire(&slot->mutex);
 	slot->sweep_wanted = true;
 	SpinLockRelease(&slot->mutex);
@@ -339,26 +340,25 @@ outbox_keep_owner(OutboxKeptDatabase *db, Oid owner, bool login)
 	slot->extowner = owner;
 	SpinLockRelease(&slot->mutex);
 	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
-		end_relay(&db->relays[i], slot->relays[i].pid);
+		outbox_keep_end(&db->relays[i], slot->relays[i].pid);
 }
 
 /*
- * Bring the relays of a database with a slot to what they should be.  When
- * none should be, and none is left, the slot is freed.
+ * Bring the relays of a database to what they should be.  True when there are
+ * any.
  */
-void
-outbox_keep_relays(OutboxKeptDatabase *db)
+static bool
+keep_relays(OutboxKeptDatabase *db, bool wanted)
 {
 	OutboxDatabase *slot = &outbox_shared->databases[db->slot];
-	bool		wanted = db->ours && (db->present || !db->probed);
 	int			nwanted = wanted ? outbox_relays_setting : 0;
-	bool		closed = is_closed(db);
+	bool		closed = outbox_keep_closed(db);
 	bool		any = false;
 	int			i;
 
 	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
 	{
-		OutboxKeptRelay *relay = &db->relays[i];
+		OutboxKeptWorker *relay = &db->relays[i];
 		bool		alive;
 		int			pid;
 		OutboxRelayEnd end;
@@ -399,21 +399,34 @@ outbox_keep_relays(OutboxKeptDatabase *db)
 				db->probe_at = Min(db->probe_at, outbox_keep_now);
 		}
 	}
+	return any;
+}
 
+/*
+ * Bring the workers of a database with a slot to what they should be.  When
+ * none should be, and none is left, the slot is freed.
+ */
+void
+outbox_keep_workers(OutboxKeptDatabase *db)
+{
+	bool		wanted = db->ours && (db->present || !db->probed);
+	bool		any = keep_relays(db, wanted);
+
+	any |= outbox_keep_runners(db, wanted);
 	if (!wanted && !any)
 		free_slot(db);
 }
 
-/* When the relays of a database are to be looked at next, if nobody wakes us */
+/* When the workers of a database are to be looked at next, if nobody wakes us */
 int64
 outbox_keep_due(OutboxKeptDatabase *db)
 {
-	int64		due = OUTBOX_NEVER;
+	int64		due = outbox_keep_runners_due(db);
 	int			i;
 
 	for (i = 0; i < OUTBOX_MAX_RELAYS; i++)
 	{
-		OutboxKeptRelay *relay = &db->relays[i];
+		OutboxKeptWorker *relay = &db->relays[i];
 		int64		at = relay->running ? relay->end_at : relay->start_at;
 
 		if (at > outbox_keep_now)

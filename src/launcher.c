@@ -7,7 +7,8 @@
  * reads pg_database alone.  In every database that can be connected to, is no
  * template and is named by outbox.databases, it sends a probe (visit.c) to
  * see whether the extension is there; where it is, it gives the database a
- * slot in shared memory and keeps outbox.relays relays.  It owns their
+ * slot in shared memory, keeps outbox.relays relays (keep.c), and up to
+ * outbox.runners runners as handlers need them (keep_runners.c).  It owns their
  * restart; the server never restarts them.  A database for which there is no
  * slot is swept at intervals.
  *
@@ -61,6 +62,37 @@
  *
  * All of max_worker_processes is in use: said once, tried again and again
  * with a growing wait.
+ *
+ * And of runners:
+ *
+ * A job of a handler is made or put back: the commit callback lowers the time
+ * from which its owner wants a runner, and wakes the launcher when no runner
+ * waits.  A time in the future is slept for.  What a crash or a prepared
+ * transaction has kept from being told, a sweep of a relay tells.
+ *
+ * Roles are more than places: a runner that waits goes at once, one that works
+ * at the end of its job, after a second at least.  The place is given to who
+ * has fewest, then to who has waited longest.
+ *
+ * DROP EXTENSION: ddl.c ends the runners before it waits for its lock, which a
+ * handler may keep from it for long.  If it is rolled back, they are started
+ * again.  What removes the extension in another way waits for the handlers.
+ * DROP DATABASE and its like end runners as they end relays; a job that was
+ * under way is handled again, where there is still somebody to do so.
+ *
+ * A reload lowers outbox.runners, or sets it to 0: those that are too many go
+ * at the end of their jobs, and are ended only if they wait and do not go.  It
+ * leaves the database out: they are ended at once.
+ *
+ * A role was dropped, may not log in (before 17), or is a superuser while
+ * outbox.superuser_handlers is off: no runner is started; this is looked at
+ * again after a wait that doubles to a minute.  A relay fails its jobs that
+ * are due, or leaves them alone in the last case.  A role that may not connect
+ * to the database: its runner fails, with the same waits, and holds up nobody.
+ *
+ * A runner fails before it comes to a job: its role waits, from one second to
+ * a minute.  It dies in a job, by what a handler does: its role waits for a
+ * second, and that job by its own schedule.
  *
  *-------------------------------------------------------------------------
  */
@@ -177,11 +209,13 @@ add_database(Oid oid)
 	db->oid = oid;
 	db->slot = -1;
 	db->probe_at = OUTBOX_NEVER;
+	db->watch_at = OUTBOX_NEVER;
+	db->want_at = OUTBOX_NEVER;
 	dlist_push_tail(&databases, &db->node);
 	return db;
 }
 
-/* Forget a database, which has neither slot nor relays. */
+/* Forget a database, which has neither slot nor workers. */
 static void
 forget_database(OutboxKeptDatabase *db)
 {
@@ -477,7 +511,7 @@ tend_everything(void)
 		OutboxKeptDatabase *db = dlist_container(OutboxKeptDatabase, node, iter.cur);
 
 		if (db->slot >= 0)
-			outbox_keep_relays(db);
+			outbox_keep_workers(db);
 		if (db->slot < 0 && !db->seen)
 			forget_database(db);
 	}
@@ -491,7 +525,7 @@ tend_everything(void)
 		{
 			outbox_keep_assign_slot(db);
 			if (db->slot >= 0)
-				outbox_keep_relays(db);
+				outbox_keep_workers(db);
 		}
 	}
 
@@ -557,6 +591,16 @@ adopt_slots(void)
 	}
 }
 
+/* The settings have changed: what kept a role from having a runner may be over. */
+static void
+forgive_runners(void)
+{
+	dlist_iter	iter;
+
+	dlist_foreach(iter, &databases)
+		outbox_keep_runners_forgive(dlist_container(OutboxKeptDatabase, node, iter.cur));
+}
+
 /* Entry of the launcher */
 void
 outbox_launcher_main(Datum main_arg)
@@ -585,6 +629,7 @@ outbox_launcher_main(Datum main_arg)
 		{
 			outbox_worker_reload();
 			list_at = 0;
+			forgive_runners();
 		}
 		outbox_keep_set_now();
 		take_tells();
