@@ -3,7 +3,9 @@
 # Measure the extension against the bare work that it does, both sides in one
 # run on one server that is started for it.
 #
-#	test/bench/run.sh [ROW ...]	default: backlog record latency snapshot history subscriptions
+#	test/bench/run.sh [ROW ...]	default: all of them:
+#		backlog record latency snapshot history subscriptions (fan-out)
+#		claim claim_snapshot handler handler_latency handled (jobs)
 #
 # Each row prints "NAME ratio=... (ours ..., other ...)".  Only the ratios mean
 # anything on another machine.  fsync and synchronous_commit are PostgreSQL's
@@ -14,7 +16,7 @@ set -eu
 . "$(dirname "$0")/../common.sh"
 
 rows=("$@")
-[ $# -gt 0 ] || rows=(backlog record latency snapshot history subscriptions)
+[ $# -gt 0 ] || rows=(backlog record latency snapshot history subscriptions claim claim_snapshot handler handler_latency handled)
 SCALE=${SCALE:-1}
 RUNS=${RUNS:-5}
 
@@ -276,6 +278,8 @@ row_subscriptions() {
 	done
 	report subscriptions "$(printf '%s\n' "${a[@]}" | median)" "$(printf '%s\n' "${b[@]}" | median)" " events/s" "1,000 subscriptions of which 3 match against 3; reach 0.9"
 }
+
+. "$(dirname "$0")/jobs.sh"
 
 for row in "${rows[@]}"; do
 	"row_$row"
