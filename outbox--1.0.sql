@@ -455,6 +455,12 @@ CREATE FUNCTION outbox.relays(OUT database name, OUT database_oid oid, OUT relay
 	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_relays';
 COMMENT ON FUNCTION outbox.relays() IS 'relays of the server and their counters, from shared memory; for outbox.stat_relay';
 
+CREATE FUNCTION outbox.runners(OUT pid int, OUT role_oid oid, OUT state text, OUT subscription_id int,
+	OUT job bigint, OUT began_at timestamptz, OUT jobs bigint, OUT failures bigint)
+	RETURNS SETOF record
+	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_runners';
+COMMENT ON FUNCTION outbox.runners() IS 'runners of this database, from shared memory; for outbox.stat_runner';
+
 CREATE FUNCTION outbox.check(OUT level text, OUT finding text, OUT hint text) RETURNS SETOF record
 	LANGUAGE c STRICT VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_check';
 COMMENT ON FUNCTION outbox.check() IS 'says in words what keeps events from being fanned out';
@@ -582,6 +588,14 @@ CREATE VIEW outbox.stat_relay WITH (security_barrier) AS
 			(SELECT oid FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database()) AS here) d;
 COMMENT ON VIEW outbox.stat_relay IS
 	'relays of the server and what they have done since they started; unmarked counts to 100,000 at most, and is null for other databases';
+
+CREATE VIEW outbox.stat_runner WITH (security_barrier) AS
+	SELECT r.pid, o.rolname AS role, r.state, s.name AS subscription, r.job, r.began_at, r.jobs, r.failures
+	FROM outbox.runners() r
+		LEFT JOIN pg_catalog.pg_roles o ON o.oid OPERATOR(pg_catalog.=) r.role_oid
+		LEFT JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) r.subscription_id;
+COMMENT ON VIEW outbox.stat_runner IS
+	'runners of this database: whose handlers each runs, which job it has, and what it has done since it started';
 
 CREATE VIEW outbox.stat_subscription WITH (security_barrier) AS
 	SELECT s.name,

@@ -101,6 +101,8 @@ static const RightsItem items[] = {
 	{ADMIN, "EXECUTE", "ROUTINE", "stop"},
 	{ADMIN, "EXECUTE", "ROUTINE", "start"},
 	{ADMIN, "EXECUTE", "ROUTINE", "relays"},
+	{ADMIN, "EXECUTE", "ROUTINE", "runners"},
+	{ADMIN, "SELECT", "TABLE", "stat_runner"},
 	{ADMIN, "EXECUTE", "ROUTINE", "check"},
 	{ADMIN, "EXECUTE", "ROUTINE", "prune"},
 	{ADMIN, "SELECT", "TABLE", "poisoned"},

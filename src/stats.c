@@ -1,7 +1,7 @@
 /*-------------------------------------------------------------------------
  *
  * stats.c
- *		outbox.relays(): what the relays say of themselves in shared memory.
+ *		What relays and runners say of themselves in shared memory.
  *
  *-------------------------------------------------------------------------
  */
@@ -18,6 +18,7 @@
 #include "utils/tuplestore.h"
 
 #define RELAYS_COLUMNS 14
+#define RUNNERS_COLUMNS 8
 
 /* The state of a relay in a word */
 static const char *
@@ -136,6 +137,51 @@ outbox_relays(PG_FUNCTION_ARGS)
 				(relay.pid != 0 || j < outbox_relays_setting))
 				put_relay(rsinfo, dboid, datname, j, &relay);
 		}
+	}
+	PG_RETURN_NULL();
+}
+
+/* One row of the result */
+static void
+put_runner(ReturnSetInfo *rsinfo, const OutboxRunner *runner)
+{
+	Datum		values[RUNNERS_COLUMNS];
+	bool		nulls[RUNNERS_COLUMNS] = {false};
+	bool		running = runner->subscription != 0;
+
+	values[0] = Int32GetDatum(runner->pid);
+	values[1] = ObjectIdGetDatum(runner->owner);
+	values[2] = CStringGetTextDatum(running ? "running" : runner->idle ? "idle" : "looking");
+	values[3] = Int32GetDatum(runner->subscription);
+	values[4] = Int64GetDatum(runner->job);
+	values[5] = TimestampTzGetDatum(runner->began_at);
+	nulls[3] = nulls[4] = nulls[5] = !running;
+	values[6] = Int64GetDatum(runner->jobs);
+	values[7] = Int64GetDatum(runner->failures);
+	tuplestore_putvalues(rsinfo->setResult, rsinfo->setDesc, values, nulls);
+}
+
+PG_FUNCTION_INFO_V1(outbox_runners);
+
+/* outbox.runners(): the runners of this database; none without shared memory. */
+Datum
+outbox_runners(PG_FUNCTION_ARGS)
+{
+	OutboxDatabase *db = outbox_find_database(MyDatabaseId);
+	int			i;
+
+	InitMaterializedSRF(fcinfo, 0);
+	for (i = 0; db != NULL && i < OUTBOX_MAX_RUNNERS; i++)
+	{
+		OutboxRunner runner;
+		bool		ours;
+
+		SpinLockAcquire(&db->mutex);
+		ours = (db->dboid == MyDatabaseId);
+		runner = db->runners[i];
+		SpinLockRelease(&db->mutex);
+		if (ours && runner.pid != 0)
+			put_runner((ReturnSetInfo *) fcinfo->resultinfo, &runner);
 	}
 	PG_RETURN_NULL();
 }
