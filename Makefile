@@ -35,6 +35,7 @@ OBJS = \
 	src/launcher.o \
 	src/lease.o \
 	src/notify.o \
+	src/owners.o \
 	src/pass.o \
 	src/poll.o \
 	src/record.o \

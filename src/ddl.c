@@ -15,7 +15,7 @@
  * superuser, and it knows nothing of their restart.  So, when the caller may
  * run it at all, the database is closed to workers, those that are there are
  * ended, and the database is open again when the transaction has ended, either
- * way.
+ * way.  DROP EXTENSION ends the runners likewise, until it has its lock.
  *
  *-------------------------------------------------------------------------
  */
@@ -50,8 +50,8 @@
 #define WORKERS_END_TIMEOUT 5000
 #define WORKERS_END_POLL 10
 
-/* Relays, and one worker of each kind of visit */
-#define MAX_WORKERS (OUTBOX_MAX_RELAYS + OUTBOX_VISIT_KINDS)
+/* Relays, runners, and one worker of each kind of visit */
+#define MAX_WORKERS (OUTBOX_MAX_RELAYS + OUTBOX_MAX_RUNNERS + OUTBOX_VISIT_KINDS)
 
 static object_access_hook_type prev_object_access_hook = NULL;
 static ProcessUtility_hook_type prev_ProcessUtility_hook = NULL;
@@ -123,9 +123,12 @@ open_databases(int entry)
 	outbox_launcher_wake();
 }
 
-/* Collect the pids of our workers in a database, and return how many. */
+/*
+ * Collect the pids of our workers in a database, or of its runners only, and
+ * return how many.  A runner whose handler runs the DDL is not among them.
+ */
 static int
-workers_of(Oid dboid, int *pids)
+workers_of(Oid dboid, bool only_runners, int *pids)
 {
 	OutboxDatabase *db;
 	int			n = 0;
@@ -133,12 +136,17 @@ workers_of(Oid dboid, int *pids)
 
 	LWLockAcquire(outbox_shared->lock, LW_SHARED);
 	db = outbox_find_database(dboid);
-	for (i = 0; db != NULL && i < OUTBOX_MAX_RELAYS; i++)
+	for (i = 0; db != NULL && i < OUTBOX_MAX_RUNNERS; i++)
+	{
+		if (db->runners[i].pid != 0 && db->runners[i].pid != MyProcPid)
+			pids[n++] = db->runners[i].pid;
+	}
+	for (i = 0; db != NULL && !only_runners && i < OUTBOX_MAX_RELAYS; i++)
 	{
 		if (db->relays[i].pid != 0)
 			pids[n++] = db->relays[i].pid;
 	}
-	for (i = 0; i < OUTBOX_VISIT_KINDS; i++)
+	for (i = 0; !only_runners && i < OUTBOX_VISIT_KINDS; i++)
 	{
 		OutboxVisit *visit = &outbox_shared->visits[i];
 
@@ -150,20 +158,20 @@ workers_of(Oid dboid, int *pids)
 }
 
 /*
- * End our workers in a database, which is closed to new ones, and wait until
- * they are gone, but not for ever: if they stay, it is the server's turn to
- * say that somebody is connected.
+ * End our workers in a database, or its runners only.  It is closed to new
+ * ones.  Wait until they are gone, but not for ever: if they stay, it is the
+ * server's turn to say that somebody is connected, or to wait for a lock.
  */
 static void
-end_workers(Oid dboid)
+end_workers(Oid dboid, bool only_runners)
 {
 	int			pids[MAX_WORKERS];
-	int			n = workers_of(dboid, pids);
+	int			n = workers_of(dboid, only_runners, pids);
 	TimestampTz start = GetCurrentTimestamp();
 
 	while (n > 0)
 		kill(pids[--n], SIGTERM);
-	while (workers_of(dboid, pids) > 0 &&
+	while (workers_of(dboid, only_runners, pids) > 0 &&
 		   !TimestampDifferenceExceeds(start, GetCurrentTimestamp(), WORKERS_END_TIMEOUT))
 	{
 		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
@@ -289,6 +297,30 @@ database_to_close(Node *stmt)
 	return dboid;
 }
 
+/*
+ * Does a statement drop our extension, by name, and may the caller do so?  A
+ * handler under way holds a lock that the DROP has to wait for.
+ */
+static bool
+drops_extension(Node *stmt)
+{
+	DropStmt   *drop = (DropStmt *) stmt;
+	Oid			owner;
+	ListCell   *lc;
+
+	if (!IsA(stmt, DropStmt) || drop->removeType != OBJECT_EXTENSION || !IsTransactionState())
+		return false;
+	foreach(lc, drop->objects)
+	{
+		if (strcmp(strVal(lfirst(lc)), OUTBOX_EXTENSION) == 0)
+		{
+			owner = outbox_extension_owner();
+			return OidIsValid(owner) && has_privs_of_role(GetUserId(), owner);
+		}
+	}
+	return false;
+}
+
 /* Run a statement as whoever had the hook before us does. */
 static void
 run_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
@@ -353,6 +385,7 @@ process_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
 				QueryEnvironment *queryEnv, DestReceiver *dest, QueryCompletion *qc)
 {
 	Node	   *stmt = pstmt->utilityStmt;
+	bool		only_runners = drops_extension(stmt);
 	Oid			dboid;
 	int			entry;
 
@@ -374,7 +407,7 @@ process_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
 		return;
 	}
 
-	dboid = database_to_close(stmt);
+	dboid = only_runners ? MyDatabaseId : database_to_close(stmt);
 	if (!OidIsValid(dboid) || (entry = close_database(dboid)) < 0)
 	{
 		run_utility(pstmt, queryString, readOnlyTree, context, params, queryEnv, dest, qc);
@@ -383,8 +416,12 @@ process_utility(PlannedStmt *pstmt, const char *queryString, bool readOnlyTree,
 
 	PG_TRY();
 	{
-		end_workers(dboid);
+		end_workers(dboid, only_runners);
 		run_utility(pstmt, queryString, readOnlyTree, context, params, queryEnv, dest, qc);
+
+		/* a lock keeps the workers out from now on */
+		if (only_runners)
+			open_databases(entry);
 	}
 	PG_CATCH();
 	{

@@ -355,6 +355,9 @@ extern void outbox_runner_shows(int32 subscription, int64 job);
 extern void outbox_runner_idle(bool idle);
 extern void outbox_runner_count(bool failed);
 
+/* owners.c */
+extern void outbox_want_owners(void);
+
 /* await.c */
 extern void outbox_await_wake(Oid dboid, const int64 *seqs, int nseqs);
 
@@ -464,6 +467,7 @@ typedef struct OutboxPass
 	char	   *error;			/* last error, in the caller's context */
 } OutboxPass;
 
+extern bool outbox_lock_extension(void);
 extern void outbox_pass(OutboxPass *pass);
 extern TimestampTz outbox_pass_next_retry(bool *resting);
 extern bool outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version);

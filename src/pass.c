@@ -98,8 +98,8 @@ outbox_error_text(ErrorData *edata, bool detail)
  * ALTER EXTENSION have one lock order with it.  False when the extension that
  * this process works for has gone.
  */
-static bool
-lock_extension(void)
+bool
+outbox_lock_extension(void)
 {
 	static Oid	extension = InvalidOid;
 	static Oid	namespace = InvalidOid;
@@ -278,7 +278,7 @@ outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version)
 		synchronous_commit != SYNCHRONOUS_COMMIT_OFF)
 		(void) set_config_option("synchronous_commit", outbox_synchronous_pass ? "local" : "off",
 								 PGC_USERSET, PGC_S_SESSION, GUC_ACTION_LOCAL, true, 0, false);
-	if (!lock_extension())
+	if (!outbox_lock_extension())
 	{
 		pass->gone = true;
 		return false;
@@ -506,7 +506,7 @@ look_up_retry(bool *resting)
 
 	*resting = true;
 	outbox_worker_begin("looking for events that wait for a retry");
-	if (lock_extension())
+	if (outbox_lock_extension())
 	{
 		values[0] = TimestampTzGetDatum(now);
 		values[1] = TimestampTzGetDatum(now + 2 * 1000 * outbox_retry_wait_ms(PG_INT16_MAX));

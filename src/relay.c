@@ -45,6 +45,7 @@ static bool holding = false;
 static bool started = false;	/* has swept once */
 static bool resting = false;	/* not armed, or stopped */
 static bool heard = false;		/* a notification asks for a sweep */
+static bool owners_due = false; /* look for jobs of handlers */
 static int	troubles = 0;		/* passes over fresh events in trouble, in a
 								 * row */
 static int	retry_troubles = 0; /* the same of retries */
@@ -248,6 +249,12 @@ take_turn(TimestampTz now)
 		outbox_route_forget();
 		read_next_retry(0);
 		outbox_doorbell_post(db, OUTBOX_SEQ_MIN, OUTBOX_SEQ_MAX);
+		owners_due = true;
+	}
+	if (owners_due)
+	{
+		owners_due = false;
+		outbox_want_owners();
 	}
 
 	/* after a retry others come first: what fails all the time must not */
@@ -322,6 +329,9 @@ outbox_relay_main(Datum main_arg)
 		{
 			outbox_worker_reload();
 			outbox_listen_update();
+
+			/* handlers of superusers may run now, or may not */
+			owners_due |= args.relay == 0;
 		}
 		if (args.relay >= outbox_relays_setting)
 			proc_exit(0);
