@@ -63,6 +63,9 @@ static const RightsItem items[] = {
 	{RECORD | ADMIN, "EXECUTE", "ROUTINE", "capture_definition"},
 	{RECORD | ADMIN, "SELECT", "TABLE", "captures"},
 
+	/* to make a handler */
+	{CONSUME, "USAGE", "TYPE", "event"},
+	{CONSUME, "USAGE", "TYPE", "subscription"},
 	{CONSUME | ADMIN, "EXECUTE", "ROUTINE", "unsubscribe"},
 	{CONSUME | ADMIN, "EXECUTE", "ROUTINE", "pause"},
 	{CONSUME | ADMIN, "EXECUTE", "ROUTINE", "resume"},
@@ -161,6 +164,10 @@ read_held(Oid roleid, bool *held)
 		" FROM pg_catalog.pg_class c JOIN pg_catalog.pg_attribute t ON t.attrelid OPERATOR(pg_catalog.=) c.oid,"
 		" pg_catalog.aclexplode(t.attacl) a"
 		" WHERE c.relnamespace OPERATOR(pg_catalog.=) 'outbox'::pg_catalog.regnamespace"
+		" UNION ALL"
+		" SELECT 'TYPE', t.typname::text, a.privilege_type, a.grantee"
+		" FROM pg_catalog.pg_type t, pg_catalog.aclexplode(t.typacl) a"
+		" WHERE t.typnamespace OPERATOR(pg_catalog.=) 'outbox'::pg_catalog.regnamespace"
 		" UNION ALL"
 		" SELECT 'SCHEMA', n.nspname::text, a.privilege_type, a.grantee"
 		" FROM pg_catalog.pg_namespace n, pg_catalog.aclexplode(n.nspacl) a"
@@ -320,6 +327,9 @@ outbox_revoke_defaults(PG_FUNCTION_ARGS)
 		" SELECT CASE WHEN c.relkind OPERATOR(pg_catalog.=) 'S' THEN 'SEQUENCE' ELSE 'TABLE' END,"
 		" c.oid::pg_catalog.regclass::text, c.relacl, c.relowner"
 		" FROM pg_catalog.pg_class c WHERE c.relnamespace OPERATOR(pg_catalog.=) 'outbox'::pg_catalog.regnamespace"
+		" UNION ALL"
+		" SELECT 'TYPE', t.oid::pg_catalog.regtype::text, t.typacl, t.typowner"
+		" FROM pg_catalog.pg_type t WHERE t.typnamespace OPERATOR(pg_catalog.=) 'outbox'::pg_catalog.regnamespace"
 		" UNION ALL"
 		" SELECT 'SCHEMA', n.oid::pg_catalog.regnamespace::text, n.nspacl, n.nspowner"
 		" FROM pg_catalog.pg_namespace n WHERE n.nspname OPERATOR(pg_catalog.=) 'outbox'"
