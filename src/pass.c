@@ -44,6 +44,12 @@ static struct
 }			shunned[MAX_SHUNNED];
 static int	nshunned = 0;
 
+/*
+ * The retries of a pass are those that were due when it began.  Else its redo
+ * might never end: what failed in one transaction is due again in the next.
+ */
+static TimestampTz due_until;
+
 /* Wait before try number tries, in milliseconds: doubling, without overflow */
 int64
 outbox_retry_wait_ms(int tries)
@@ -219,7 +225,7 @@ claim(OutboxPass *pass, int64 *version)
 
 	values[0] = ObjectIdGetDatum(MyDatabaseId);
 	values[1] = shunned_array(now);
-	values[2] = TimestampTzGetDatum(now);
+	values[2] = TimestampTzGetDatum(due_until);
 	values[3] = Int64GetDatum(outbox_batch_size);
 	values[4] = Int64GetDatum(pass->range.low);
 	values[5] = Int64GetDatum(pass->range.high);
@@ -401,6 +407,7 @@ outbox_pass(OutboxPass *pass)
 	volatile int nfanned = 0;
 	volatile int njobs = 0;
 
+	due_until = GetCurrentTimestamp();
 	PG_TRY();
 	{
 		int64		version;
