@@ -11,7 +11,7 @@
  * Which errors are charged to an event is promise P5: those raised while it
  * was redone alone, of a class that data can cause, unless every event of the
  * redo failed.  Everything else is trouble of the server: the event waits but
- * is never poisoned for it.
+ * is never poisoned for it.  See at_fault().
  *
  *-------------------------------------------------------------------------
  */
@@ -57,6 +57,7 @@ typedef struct Redo
 {
 	OutboxPass *pass;
 	int64		version;
+	bool		lone;			/* the event is the only one of its pass */
 	int			nsubxacts;		/* that wrote, in this transaction */
 	bool		cut;			/* out of subtransactions: claim again */
 	OutboxEvent *end;			/* behind the last event that is not done */
@@ -69,11 +70,15 @@ typedef struct Redo
 /* When this relay last made a job: the server can do its part */
 static TimestampTz last_success = 0;
 
+/* Since then, several events have failed together and were not charged */
+static bool suspected = false;
+
 /* An event with jobs has been fanned out. */
 void
 outbox_redo_success(void)
 {
 	last_success = GetCurrentTimestamp();
+	suspected = false;
 }
 
 /* Is an error one that the data of an event can cause? */
@@ -206,12 +211,27 @@ redo_part(Redo *redo, OutboxEvent *events, int n, bool tried)
 	redo_part(redo, events + n / 2, n - n / 2, false);
 }
 
+/* Has any event of the redo gone, in this transaction or an earlier one? */
+static bool
+something_went(Redo *redo)
+{
+	return redo->fanned != NIL || redo->pass->fanned > 0;
+}
+
 /*
- * Is a failure the event's own fault?  Not when every event of a redo of two or
- * more failed, since then the server may be unable to fan out anything.  Unless
- * there is proof to the contrary: the event has been charged before, beside
- * others that went, or jobs were made since it was tried last.  Without this
- * two bad events that are retried at the same time would wait for ever.
+ * Is a failure the event's own fault?  It must be of a class that data can
+ * cause, and something must tell the event from a server that can fan out
+ * nothing:
+ *
+ * - another event went in the same redo, be it in an earlier transaction;
+ * - or it has been charged before;
+ * - or it has been tried before, and jobs were made since;
+ * - or it is new and the only one of its pass, and no others wait that failed
+ *   together and were charged with nothing.
+ *
+ * So what fails together waits uncharged, however few of it are retried at a
+ * time, until something goes.  What is bad is charged from then on, even when
+ * nothing else ever goes again.
  */
 static bool
 at_fault(Redo *redo, Failure *failure)
@@ -220,11 +240,12 @@ at_fault(Redo *redo, Failure *failure)
 
 	if (!chargeable(failure->sqlstate))
 		return false;
-	if (redo->fanned != NIL || list_length(redo->failures) == 1)
+	if (something_went(redo) || event->failures > 0)
 		return true;
-	return event->failures > 0 ||
-		(event->tries > 0 && last_success >
-		 TimestampTzPlusMilliseconds(event->retry_at, -outbox_retry_wait_ms(event->tries)));
+	if (event->tries > 0)
+		return last_success >
+			TimestampTzPlusMilliseconds(event->retry_at, -outbox_retry_wait_ms(event->tries));
+	return redo->lone && !suspected;
 }
 
 /*
@@ -242,6 +263,8 @@ judge(Redo *redo)
 		Failure    *failure = lfirst(lc);
 
 		failure->charged = at_fault(redo, failure);
+		if (!failure->charged && !redo->lone && !something_went(redo))
+			suspected = true;
 	}
 	foreach(lc, redo->failures)
 	{
@@ -450,12 +473,15 @@ outbox_redo_once(OutboxPass *pass)
 	OutboxEvent *events = NULL;
 	Failure    *failure;
 
+	/* in the pass too: not what is left of several, by us or another relay */
+	redo.lone = (pass->claimed == 1);
 	redo.pass = pass;
 	if (!outbox_begin_and_claim(pass, &events, &redo.version))
 	{
 		outbox_worker_commit();
 		return false;
 	}
+	redo.lone = redo.lone && pass->claimed == 1;
 	redo.end = events + pass->claimed;
 	redo_part(&redo, events, pass->claimed, pass->claimed > 1);
 	judge(&redo);

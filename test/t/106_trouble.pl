@@ -73,6 +73,38 @@ foreach my $code (qw(40001 40P01 57014 57P01 53100 53200 53300 55P03 55006 58030
 is(sql(q{SELECT count(*) FROM outbox.events WHERE type LIKE 'outbox.%'}), 0, 'no alert was raised');
 is_conserved($node, 'trouble of many kinds');
 
+# Nor when they are more than one transaction can redo, and are retried a few
+# or one at a time.  The events of a redo that is cut fall due at different
+# times; one is left over with those of the others put off.
+set_conf($node, 'outbox.relay_retry_max' => "'1h'");
+sql(q{INSERT INTO public.faults VALUES (NULL, '23514')});
+sql(q{SELECT count(outbox.record('x.many', i::text)) FROM generate_series(1, 40) i});
+wait_for($node, 'retries', q{SELECT min(tries) >= 4 FROM outbox.events WHERE type = 'x.many'});
+untouched('40 events in several transactions');
+sql(q{UPDATE outbox.events SET retry_at = now() + interval '30 min' WHERE type = 'x.many' AND subject <> '1'});
+my $tries = sql(q{SELECT tries FROM outbox.events WHERE type = 'x.many' AND subject = '1'});
+wait_for($node, 'a retry of one', qq{SELECT tries >= $tries + 2 FROM outbox.events WHERE type = 'x.many' AND subject = '1'});
+untouched('one of them, retried by itself');
+sql(q{SELECT outbox.record('x.many', 'late')});
+wait_for($node, 'a try', q{SELECT tries >= 2 FROM outbox.events WHERE type = 'x.many' AND subject = 'late'});
+untouched('one that came later, by itself');
+
+# The trouble ends for all but one of them.  Once something has gone, that is
+# this event's fault.
+set_conf($node, 'outbox.poison_after' => 1);
+my $left = sql(q{
+	BEGIN;
+	DELETE FROM public.faults;
+	INSERT INTO public.faults SELECT seq, '23514' FROM outbox.events WHERE type = 'x.many' AND subject = '1' RETURNING seq;
+	COMMIT});
+my $next = sql(q{SELECT outbox.record('x')});
+is(sql("CALL outbox.await_fanout($next, '60s')"), 'fanned', 'another event goes');
+is(sql("CALL outbox.await_fanout($left, '60s')"), 'poisoned', 'what fails still is charged with it');
+is(sql('SELECT count(*) FROM outbox.events WHERE failures > 0'), 1, 'and no other');
+sql(qq{DELETE FROM public.faults; SELECT outbox.requeue($left); UPDATE outbox.events SET retry_at = now() WHERE retry_at IS NOT NULL; SELECT outbox.wake()});
+wait_drained($node, 'all of them');
+set_conf($node, 'outbox.relay_retry_max' => "'100ms'", 'outbox.poison_after' => 5);
+
 # A batch that fails one by one leaves a line or two in the log, not one for
 # each event.
 set_conf($node, 'outbox.relay_retry_min' => "'5min'", 'outbox.relay_retry_max' => "'5min'");
