@@ -34,6 +34,7 @@ OBJS = \
 	src/keep_runners.o \
 	src/launcher.o \
 	src/lease.o \
+	src/limit.o \
 	src/notify.o \
 	src/owners.o \
 	src/pass.o \

@@ -20,6 +20,23 @@
 #define member_can_set_role(member, role) is_member_of_role(member, role)
 #endif
 
+/* 16: one function for the rights to any kind of object */
+#if PG_VERSION_NUM < 160000
+#include "catalog/pg_namespace.h"
+#include "catalog/pg_proc.h"
+#include "utils/acl.h"
+#define object_aclcheck(classid, objectid, roleid, mode) \
+	((classid) == NamespaceRelationId ? pg_namespace_aclcheck(objectid, roleid, mode) : \
+	 (classid) == ProcedureRelationId ? pg_proc_aclcheck(objectid, roleid, mode) : \
+	 pg_database_aclcheck(objectid, roleid, mode))
+#endif
+
+/* 16: errors of input functions can be had without being thrown */
+#if PG_VERSION_NUM < 160000
+#include "utils/regproc.h"
+#define stringToQualifiedNameList(string, escontext) stringToQualifiedNameList(string)
+#endif
+
 /* 17: PGPROC numbers got a name of their own */
 #if PG_VERSION_NUM < 170000
 #define MyProcNumber (MyProc->pgprocno)

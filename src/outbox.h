@@ -350,7 +350,7 @@ extern void outbox_runner_is(OutboxDatabase *db, OutboxRunner *runner);
 extern uint32 outbox_want_begin(Oid owner);
 extern TimestampTz outbox_want_end(Oid owner, uint32 seen, TimestampTz next);
 extern bool outbox_runner_should_go(bool idle);
-extern int	outbox_runners_on(int32 subscription);
+extern bool outbox_runner_takes(int32 subscription, int most);
 extern void outbox_runner_shows(int32 subscription, int64 job);
 extern void outbox_runner_idle(bool idle);
 extern void outbox_runner_count(bool failed);
@@ -490,13 +490,17 @@ typedef struct OutboxSubscriptionRow
 	char	   *owner;
 	Oid			owner_oid;
 	bool		paused;
+	char	   *handler;		/* NULL: none */
+	Oid			handler_oid;
 } OutboxSubscriptionRow;
 
 extern void outbox_check_name(const char *name);
 extern bool outbox_find_subscription(const char *name, OutboxSubscriptionRow *sub);
 pg_noreturn extern void outbox_no_such_subscription(const char *name);
 extern bool outbox_may_change(const char *owner, Oid owner_oid, Oid roleid);
+extern bool outbox_role_is(Oid roleid, const char *name);
 extern void outbox_lock_routing(void);
+extern void outbox_wake_consumers(int32 id);
 extern void outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid caller);
 extern void outbox_end_change(OutboxOwnerContext *context);
 
@@ -527,6 +531,7 @@ typedef struct OutboxWorkerArgs
 	uint32		visit;			/* OutboxVisit.number */
 } OutboxWorkerArgs;
 
+extern bool (*outbox_worker_hold_sigterm) (void);
 extern bool outbox_worker_attach(OutboxWorkerArgs *args);
 extern bool outbox_runner_attach(OutboxWorkerArgs *args);
 extern void outbox_worker_arguments(OutboxWorkerArgs *args);

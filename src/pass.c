@@ -100,7 +100,8 @@ outbox_error_text(ErrorData *edata, bool detail)
 }
 
 /*
- * Take the lock on the extension that every pass takes first, so that DROP and
+ * Take the lock on the extension that every transaction of a worker takes first,
+ * so that DROP and
  * ALTER EXTENSION have one lock order with it.  False when the extension that
  * this process works for has gone.
  */

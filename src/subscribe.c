@@ -9,10 +9,11 @@
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "runner.h"
 
 #include "catalog/pg_type.h"
 #include "miscadmin.h"
+#include "utils/acl.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/fmgrprotos.h"
@@ -181,6 +182,26 @@ check_filter(Datum filter)
 	}
 }
 
+/* Refuse options that are no object, or whose channel NOTIFY would refuse. */
+static void
+check_options(Jsonb *options)
+{
+	JsonbValue	value;
+
+	if (!JB_ROOT_IS_OBJECT(options))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("options must be a JSON object")));
+	check_size(VARSIZE(options), MAX_OPTIONS, "options");
+	if (getKeyJsonValueFromContainer(&options->root, "notify", strlen("notify"), &value) != NULL &&
+		(value.type != jbvString || value.val.string.len < 1 ||
+		 value.val.string.len >= NAMEDATALEN))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("option \"notify\" must be the name of a channel"),
+				 errdetail("It is a string of 1 to %d bytes.", NAMEDATALEN - 1)));
+}
+
 /* Refuse what cannot be the definition of a subscription. */
 static void
 check_definition(FunctionCallInfo fcinfo)
@@ -207,18 +228,13 @@ check_definition(FunctionCallInfo fcinfo)
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("a subscription has either a handler or a sink"),
 				 errhint("Make two subscriptions, so that each can fail and be retried alone.")));
-	if (!PG_ARGISNULL(ARG_HANDLER) || !PG_ARGISNULL(ARG_SINK))
+	if (!PG_ARGISNULL(ARG_SINK))
 		ereport(ERROR,
 				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
-				 PG_ARGISNULL(ARG_SINK) ? errmsg("handlers are not supported by this version") :
 				 errmsg("sinks are not supported by this version"),
 				 errhint("Leave it out: the jobs then wait in outbox.jobs.")));
 
-	if (!JB_ROOT_IS_OBJECT(PG_GETARG_JSONB_P(ARG_OPTIONS)))
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("options must be a JSON object")));
-	check_size(VARSIZE(PG_GETARG_JSONB_P(ARG_OPTIONS)), MAX_OPTIONS, "options");
+	check_options(PG_GETARG_JSONB_P(ARG_OPTIONS));
 	if (PG_GETARG_INT32(ARG_MAX_ATTEMPTS) < 1)
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
@@ -255,10 +271,10 @@ arm_new_database(void)
 }
 
 /* Values of a definition, in the order of the parameters of the statements below */
-#define DEFINITION_ARGS 11
+#define DEFINITION_ARGS 13
 #define DEFINITION_TYPES \
 	TEXTOID, TEXTARRAYOID, TEXTOID, JSONPATHOID, BOOLOID, BOOLOID, JSONBOID, INT4OID, \
-	INTERVALOID, INTERVALOID, INTERVALOID
+	INTERVALOID, INTERVALOID, INTERVALOID, TEXTOID, OIDOID
 
 /* Does a subscription have that definition already?  Then it is left alone. */
 static bool
@@ -274,7 +290,9 @@ has_definition(Datum *values, const char *nulls)
 		" AND retry_min::text OPERATOR(pg_catalog.=) $9::text"
 		" AND retry_max::text OPERATOR(pg_catalog.=) $10::text"
 		" AND lease::text OPERATOR(pg_catalog.=) $11::text"
-		" AND handler IS NULL AND sink IS NULL",
+		" AND COALESCE(handler OPERATOR(pg_catalog.=) $12 AND handler_oid OPERATOR(pg_catalog.=) $13,"
+		" handler IS NULL AND $12 IS NULL)"
+		" AND sink IS NULL",
 		DEFINITION_ARGS, {DEFINITION_TYPES}, NULL
 	};
 
@@ -287,8 +305,8 @@ insert_subscription(Datum *values, const char *nulls)
 {
 	static OutboxPlan insert = {
 		"INSERT INTO outbox.subscriptions (name, types, scope, filter, coalescing, ordered,"
-		" options, max_attempts, retry_min, retry_max, lease, owner, owner_oid)"
-		" VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13) RETURNING id",
+		" options, max_attempts, retry_min, retry_max, lease, handler, handler_oid, owner, owner_oid)"
+		" VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15) RETURNING id",
 		DEFINITION_ARGS + 2, {DEFINITION_TYPES, NAMEOID, OIDOID}, NULL
 	};
 	bool		isnull;
@@ -305,12 +323,46 @@ update_subscription(Datum *values, const char *nulls)
 		"UPDATE outbox.subscriptions SET types = $2, scope = $3, filter = $4,"
 		" coalescing = $5, ordered = $6, options = $7, max_attempts = $8,"
 		" retry_min = $9, retry_max = $10, lease = $11,"
-		" handler = NULL, handler_oid = NULL, sink = NULL, sink_oid = NULL"
+		" handler = $12, handler_oid = $13, sink = NULL, sink_oid = NULL"
 		" WHERE name OPERATOR(pg_catalog.=) $1",
 		DEFINITION_ARGS, {DEFINITION_TYPES}, NULL
 	};
 
 	outbox_execute(&update, values, nulls, SPI_OK_UPDATE);
+}
+
+/*
+ * Refuse a handler that the owner of the subscription could not run, or that
+ * somebody who is not that role would have run as that role.  Who may change a
+ * subscription for another reason may restate all but its handler.  sub: NULL
+ * when the subscription is new, and will be the caller's.
+ */
+static void
+check_handler(const OutboxHandler *handler, const OutboxSubscriptionRow *sub, Oid caller)
+{
+	bool		same;
+
+	if (!OidIsValid(handler->oid))
+		return;
+	if (sub == NULL)
+	{
+		outbox_handler_check_owner(handler, GetUserNameFromId(caller, false), caller);
+		return;
+	}
+	if (!outbox_role_is(sub->owner_oid, sub->owner))
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_OBJECT),
+				 errmsg("role \"%s\", to which the subscription belongs, is missing or was made anew",
+						sub->owner),
+				 errhint("Call outbox.adopt or outbox.set_owner first.")));
+	same = sub->handler != NULL && sub->handler_oid == handler->oid &&
+		strcmp(sub->handler, handler->name) == 0;
+	if (!same && !has_privs_of_role(caller, sub->owner_oid))
+		ereport(ERROR,
+				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
+				 errmsg("must be able to act as role \"%s\"", sub->owner),
+				 errdetail("The handler of a subscription runs as the role that owns it.")));
+	outbox_handler_check_owner(handler, sub->owner, sub->owner_oid);
 }
 
 PG_FUNCTION_INFO_V1(outbox_subscribe);
@@ -328,6 +380,7 @@ outbox_subscribe(PG_FUNCTION_ARGS)
 	};
 	Oid			caller = GetUserId();
 	OutboxOwnerContext context;
+	OutboxHandler handler = {InvalidOid, NULL};
 	OutboxSubscriptionRow sub;
 	NameData	owner;
 	Datum		values[DEFINITION_ARGS + 2];
@@ -346,6 +399,12 @@ outbox_subscribe(PG_FUNCTION_ARGS)
 		if (PG_ARGISNULL(arguments[i]))
 			nulls[i] = 'n';
 	}
+	if (!PG_ARGISNULL(ARG_HANDLER))
+		outbox_handler_resolve(text_to_cstring(PG_GETARG_TEXT_PP(ARG_HANDLER)), &handler);
+	values[i] = OidIsValid(handler.oid) ? CStringGetTextDatum(handler.name) : (Datum) 0;
+	values[i + 1] = ObjectIdGetDatum(handler.oid);
+	if (!OidIsValid(handler.oid))
+		nulls[i] = nulls[i + 1] = 'n';
 	namestrcpy(&owner, GetUserNameFromId(caller, false));
 	values[DEFINITION_ARGS] = NameGetDatum(&owner);
 	values[DEFINITION_ARGS + 1] = ObjectIdGetDatum(caller);
@@ -355,6 +414,7 @@ outbox_subscribe(PG_FUNCTION_ARGS)
 	exists = outbox_find_subscription(name, &sub);
 	if (exists)
 		outbox_check_may_change(name, &sub, caller);
+	check_handler(&handler, exists ? &sub : NULL, caller);
 	if (!exists || !has_definition(values, nulls))
 	{
 		outbox_lock_routing();
@@ -362,10 +422,13 @@ outbox_subscribe(PG_FUNCTION_ARGS)
 		if (outbox_find_subscription(name, &sub))
 		{
 			outbox_check_may_change(name, &sub, caller);
+			check_handler(&handler, &sub, caller);
 			update_subscription(values, nulls);
+			outbox_wake_consumers(sub.id);
 		}
 		else
 		{
+			check_handler(&handler, NULL, caller);
 			arm_new_database();
 			sub.id = insert_subscription(values, nulls);
 		}

@@ -14,7 +14,7 @@
  *
  *-------------------------------------------------------------------------
  */
-#include "outbox.h"
+#include "runner.h"
 
 #include "access/htup_details.h"
 #include "catalog/pg_authid.h"
@@ -62,8 +62,8 @@ outbox_check_name(const char *name)
 }
 
 /* Has the role with an oid that name? */
-static bool
-role_is(Oid roleid, const char *name)
+bool
+outbox_role_is(Oid roleid, const char *name)
 {
 	HeapTuple	tuple = SearchSysCache1(AUTHOID, ObjectIdGetDatum(roleid));
 	bool		result;
@@ -80,7 +80,7 @@ bool
 outbox_may_change(const char *owner, Oid owner_oid, Oid roleid)
 {
 	return outbox_is_admin(roleid) ||
-		(role_is(owner_oid, owner) && has_privs_of_role(roleid, owner_oid));
+		(outbox_role_is(owner_oid, owner) && has_privs_of_role(roleid, owner_oid));
 }
 
 /* Find a subscription by its name; false when there is none. */
@@ -88,7 +88,7 @@ bool
 outbox_find_subscription(const char *name, OutboxSubscriptionRow *sub)
 {
 	static OutboxPlan find = {
-		"SELECT id, owner, owner_oid, paused_at IS NOT NULL"
+		"SELECT id, owner, owner_oid, paused_at IS NOT NULL, handler, handler_oid"
 		" FROM outbox.subscriptions WHERE name OPERATOR(pg_catalog.=) $1",
 		1, {TEXTOID}, NULL
 	};
@@ -101,6 +101,10 @@ outbox_find_subscription(const char *name, OutboxSubscriptionRow *sub)
 	sub->owner = pstrdup(NameStr(*DatumGetName(outbox_spi_value(0, 2, &isnull))));
 	sub->owner_oid = DatumGetObjectId(outbox_spi_value(0, 3, &isnull));
 	sub->paused = DatumGetBool(outbox_spi_value(0, 4, &isnull));
+	sub->handler = outbox_spi_string(0, 5);
+	sub->handler_oid = DatumGetObjectId(outbox_spi_value(0, 6, &isnull));
+	if (isnull)
+		sub->handler_oid = InvalidOid;
 	return true;
 }
 
@@ -115,13 +119,26 @@ outbox_lock_routing(void)
 	outbox_execute(&lock, NULL, NULL, SPI_OK_SELECT);
 }
 
+/*
+ * A subscription has changed: at the commit, have those look who wait for its
+ * jobs or run its handler.
+ */
+void
+outbox_wake_consumers(int32 id)
+{
+	OutboxConsumer consumer;
+
+	if (outbox_find_consumer(NULL, id, &consumer) && !consumer.paused)
+		outbox_hint_note(id, GetCurrentTimestamp(), outbox_handler_owner(&consumer));
+}
+
 /* Refuse who may not change a subscription. */
 void
 outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid caller)
 {
 	if (outbox_may_change(sub->owner, sub->owner_oid, caller))
 		return;
-	if (role_is(sub->owner_oid, sub->owner))
+	if (outbox_role_is(sub->owner_oid, sub->owner))
 		ereport(ERROR,
 				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
 				 errmsg("must be owner of subscription \"%s\"", name)));
@@ -221,6 +238,7 @@ set_paused(const char *name, bool paused)
 		values[0] = Int32GetDatum(sub.id);
 		values[1] = BoolGetDatum(paused);
 		outbox_execute(&update, values, NULL, SPI_OK_UPDATE);
+		outbox_wake_consumers(sub.id);
 	}
 	outbox_end_change(&context);
 	return changes;
@@ -283,26 +301,64 @@ outbox_rename(PG_FUNCTION_ARGS)
 	PG_RETURN_BOOL(changes);
 }
 
-/* Write the owner of a subscription; false when it is that already. */
+/*
+ * Write the owner of a subscription and the oid of its handler; false when they
+ * are that already.
+ */
 static bool
-write_owner(const OutboxSubscriptionRow *sub, const char *owner, Oid owner_oid)
+write_owner(const OutboxSubscriptionRow *sub, const char *owner, Oid owner_oid, Oid handler_oid)
 {
 	static OutboxPlan update = {
-		"UPDATE outbox.subscriptions SET owner = $2, owner_oid = $3"
+		"UPDATE outbox.subscriptions SET owner = $2, owner_oid = $3,"
+		" handler_oid = CASE WHEN handler IS NOT NULL THEN $4 END"
 		" WHERE id OPERATOR(pg_catalog.=) $1",
-		3, {INT4OID, NAMEOID, OIDOID}, NULL
+		4, {INT4OID, NAMEOID, OIDOID, OIDOID}, NULL
 	};
 	NameData	name;
-	Datum		values[3];
+	Datum		values[4];
 
-	if (sub->owner_oid == owner_oid && strcmp(sub->owner, owner) == 0)
+	if (sub->owner_oid == owner_oid && strcmp(sub->owner, owner) == 0 &&
+		sub->handler_oid == handler_oid)
 		return false;
 	namestrcpy(&name, owner);
 	values[0] = Int32GetDatum(sub->id);
 	values[1] = NameGetDatum(&name);
 	values[2] = ObjectIdGetDatum(owner_oid);
+	values[3] = ObjectIdGetDatum(handler_oid);
 	outbox_execute(&update, values, NULL, SPI_OK_UPDATE);
+	outbox_wake_consumers(sub->id);
 	return true;
+}
+
+/*
+ * The handler of a subscription, for an owner who must be able to run it;
+ * InvalidOid when it has none.  adopt: bind it anew by its name and signature;
+ * else it must be the function still that was stated.
+ */
+static Oid
+find_handler(const OutboxSubscriptionRow *sub, const char *name, const char *owner, Oid owner_oid,
+			 bool adopt)
+{
+	OutboxHandler handler;
+
+	if (sub->handler == NULL)
+		return InvalidOid;
+	handler.name = sub->handler;
+	handler.oid = outbox_handler_find(sub->handler);
+	if (!OidIsValid(handler.oid))
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_FUNCTION),
+				 errmsg("function %s(outbox.event), the handler of subscription \"%s\", does not exist",
+						sub->handler, name),
+				 errhint("Create it, or state the subscription again without it.")));
+	if (!adopt && handler.oid != sub->handler_oid)
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_FUNCTION),
+				 errmsg("function %s(outbox.event), the handler of subscription \"%s\", was made anew",
+						sub->handler, name),
+				 errhint("Call outbox.adopt first if it is the same, or state the subscription again without it.")));
+	outbox_handler_check_owner(&handler, owner, owner_oid);
+	return handler.oid;
 }
 
 PG_FUNCTION_INFO_V1(outbox_set_owner);
@@ -329,7 +385,7 @@ outbox_set_owner(PG_FUNCTION_ARGS)
 		ereport(ERROR,
 				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
 				 errmsg("must be able to SET ROLE \"%s\"", owner)));
-	changed = write_owner(&sub, owner, owner_oid);
+	changed = write_owner(&sub, owner, owner_oid, find_handler(&sub, name, owner, owner_oid, false));
 	outbox_end_change(&context);
 	PG_RETURN_BOOL(changed);
 }
@@ -338,9 +394,9 @@ PG_FUNCTION_INFO_V1(outbox_adopt);
 
 /*
  * outbox.adopt(): bind a subscription to the role that has its owner's name
- * now, after a restore or when that role was made anew; false when it is bound
- * to it already.  Only that role itself or a superuser may say that it is the
- * same.
+ * now, and to the function that has its handler's, after a restore or when
+ * they were made anew; false when it is bound to them already.  Only that role
+ * itself or a superuser may say that it is the same.
  */
 Datum
 outbox_adopt(PG_FUNCTION_ARGS)
@@ -367,7 +423,8 @@ outbox_adopt(PG_FUNCTION_ARGS)
 				(errcode(ERRCODE_UNDEFINED_OBJECT),
 				 errmsg("role \"%s\" does not exist", sub.owner),
 				 errhint("Give subscription \"%s\" to another role with outbox.set_owner.", name)));
-	changed = write_owner(&sub, sub.owner, owner_oid);
+	changed = write_owner(&sub, sub.owner, owner_oid,
+						  find_handler(&sub, name, sub.owner, owner_oid, true));
 	outbox_end_change(&context);
 	PG_RETURN_BOOL(changed);
 }

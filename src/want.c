@@ -119,10 +119,13 @@ outbox_want_runner(Oid owner, TimestampTz due)
 		((want = find_want(db, owner)) != NULL || (want = make_want(db, owner)) != NULL))
 	{
 		bool		sooner = due < want->due;
+		bool		news = sooner || due <= now;
 
 		want->due = Min(want->due, due);
 		want->posts++;
-		for (i = 0; i < OUTBOX_MAX_RUNNERS && procno < 0; i++)
+
+		/* what falls due after something that is known of disturbs nobody */
+		for (i = 0; i < OUTBOX_MAX_RUNNERS && news && procno < 0; i++)
 		{
 			OutboxRunner *runner = &db->runners[i];
 
@@ -135,7 +138,7 @@ outbox_want_runner(Oid owner, TimestampTz due)
 		}
 		if (procno < 0)
 		{
-			tell = count_runners(db, owner) == 0 ? sooner : !db->runners_watched;
+			tell = count_runners(db, owner) == 0 ? sooner : news && !db->runners_watched;
 			db->runners_watched |= tell;
 		}
 	}
@@ -284,18 +287,28 @@ outbox_runner_should_go(bool idle)
 	return idle;
 }
 
-/* How many runners of this database run a job of a subscription now? */
-int
-outbox_runners_on(int32 subscription)
+/*
+ * May the runner take a job of a subscription, when that may have no more than
+ * so many runners at a time?  If so, it shows that it does, before it claims
+ * one: two runners that ask at once must not both think that they may.
+ */
+bool
+outbox_runner_takes(int32 subscription, int most)
 {
-	int			n = 0;
+	int			others = 0;
 	int			i;
 
 	SpinLockAcquire(&my_db->mutex);
 	for (i = 0; i < OUTBOX_MAX_RUNNERS; i++)
-		n += my_db->runners[i].pid != 0 && my_db->runners[i].subscription == subscription;
+	{
+		OutboxRunner *runner = &my_db->runners[i];
+
+		others += runner != me && runner->pid != 0 && runner->subscription == subscription;
+	}
+	if (others < most)
+		me->subscription = subscription;
 	SpinLockRelease(&my_db->mutex);
-	return n;
+	return others < most;
 }
 
 /*

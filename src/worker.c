@@ -127,6 +127,9 @@ static const PinnedSetting pinned[] = {
 	{"jit", "off", 0},
 };
 
+/* Called when SIGTERM comes, by its handler; true: the worker will end by itself */
+bool		(*outbox_worker_hold_sigterm) (void) = NULL;
+
 /*
  * Settings of a runner.  Handlers are to see the settings of the role and of
  * the database, so only what could end or hinder the runner itself is pinned,
@@ -152,7 +155,8 @@ static void
 handle_sigterm(SIGNAL_ARGS)
 {
 	asked_to_end = true;
-	die(PASS_SIGNAL_ARGS);
+	if (outbox_worker_hold_sigterm == NULL || !outbox_worker_hold_sigterm())
+		die(PASS_SIGNAL_ARGS);
 }
 
 /*
