@@ -48,6 +48,8 @@ OBJS = \
 	src/route.o \
 	src/route_cache.o \
 	src/runner.o \
+	src/runner_claim.o \
+	src/runner_job.o \
 	src/shmem.o \
 	src/spi.o \
 	src/stats.o \
