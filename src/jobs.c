@@ -172,14 +172,17 @@ compare_ordered(const void *a, const void *b)
  * so that who ends it finds ours.  When that cannot be locked, somebody is about
  * to end it, and may have looked for the next one already: then the first of
  * ours is due, and the claim sees to the order.
+ *
+ * A claim passes over a job while it is locked, so when it is due that is posted
+ * once more when the lock is gone.
  */
 static void
 hold_back(OutboxEvent *events, int nevents)
 {
 	static OutboxPlan lock = {
-		"SELECT u.ord FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
+		"SELECT u.ord, o.due_at FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
 		" WITH ORDINALITY AS u(sub, key, ord)"
-		" CROSS JOIN LATERAL (SELECT j.id FROM outbox.jobs j"
+		" CROSS JOIN LATERAL (SELECT j.due_at FROM outbox.jobs j"
 		" WHERE j.subscription_id OPERATOR(pg_catalog.=) u.sub"
 		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
 		" ORDER BY j.id DESC LIMIT 1 FOR SHARE SKIP LOCKED) o",
@@ -242,8 +245,12 @@ hold_back(OutboxEvent *events, int nevents)
 	{
 		bool		isnull;
 		int64		ord = DatumGetInt64(outbox_spi_value(i, 1, &isnull));
+		TimestampTz due = DatumGetTimestampTz(outbox_spi_value(i, 2, &isnull));
+		OutboxTarget *target = firsts[ord - 1];
 
-		firsts[ord - 1]->due_at = DT_NOEND;
+		target->due_at = DT_NOEND;
+		if (due != DT_NOEND)
+			outbox_hint_note(target->sub->id, due, target->sub->handler_owner);
 	}
 	SPI_freetuptable(SPI_tuptable);
 }
