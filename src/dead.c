@@ -26,33 +26,37 @@ begin_call(OutboxOwnerContext *context)
  * Jobs of a subject of an ordered subscription have been put back in line, due
  * at infinity.  The oldest of them is made due: now, or, while a younger one of
  * the subject is running, when its lease ends; who ends it sooner makes the next
- * one due.  A lock on that one keeps it from being ended unseen, as in jobs.c;
- * it may have to be waited for.
+ * one due.  A lock on that one keeps it from being ended unseen, as in jobs.c,
+ * and one on a younger one that waits keeps it from being claimed before it is
+ * seen that an older one waits again; either may have to be waited for.
  */
 static void
 put_subject_in_line(const OutboxConsumer *consumer, int64 subject_key)
 {
-	static OutboxPlan running = {
-		"SELECT j.due_at FROM outbox.jobs j WHERE j.subscription_id OPERATOR(pg_catalog.=) $1"
+	static OutboxPlan lock = {
+		"SELECT j.due_at, j.claim IS NOT NULL FROM outbox.jobs j"
+		" WHERE j.subscription_id OPERATOR(pg_catalog.=) $1"
 		" AND j.subject_key OPERATOR(pg_catalog.=) $2 AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" AND j.claim IS NOT NULL AND j.due_at OPERATOR(pg_catalog.>) $3 FOR SHARE",
-		3, {INT4OID, INT8OID, TIMESTAMPTZOID}, NULL
+		" AND j.due_at OPERATOR(pg_catalog.<) 'infinity' FOR SHARE",
+		2, {INT4OID, INT8OID}, NULL
 	};
+	TimestampTz now;
 	TimestampTz earliest = 0;
-	Datum		values[3];
+	Datum		values[2];
 	uint64		n;
 	uint64		i;
 
 	values[0] = Int32GetDatum(consumer->id);
 	values[1] = Int64GetDatum(subject_key);
-	values[2] = TimestampTzGetDatum(GetCurrentTimestamp());
-	n = outbox_execute(&running, values, NULL, SPI_OK_SELECT);
+	n = outbox_execute(&lock, values, NULL, SPI_OK_SELECT);
+	now = GetCurrentTimestamp();
 	for (i = 0; i < n; i++)
 	{
 		bool		isnull;
 		TimestampTz until = DatumGetTimestampTz(outbox_spi_value(i, 1, &isnull));
 
-		earliest = Max(earliest, until);
+		if (DatumGetBool(outbox_spi_value(i, 2, &isnull)) && until > now)
+			earliest = Max(earliest, until);
 	}
 	outbox_free_subject(consumer, subject_key, earliest);
 }
@@ -88,6 +92,11 @@ outbox_retry(PG_FUNCTION_ARGS)
 			put_subject_in_line(&consumer, job.subject_key);
 		else if (result)
 			outbox_hint_note(consumer.id, now, outbox_handler_owner(&consumer));
+		else
+		{
+			/* a claim may have passed over it while it was locked */
+			outbox_hint_note(consumer.id, job.due_at, outbox_handler_owner(&consumer));
+		}
 	}
 	outbox_end_change(&context);
 	PG_RETURN_BOOL(result);

@@ -104,6 +104,35 @@ outbox_free_subject(const OutboxConsumer *consumer, int64 subject_key, Timestamp
 	outbox_hint_note(consumer->id, due, outbox_handler_owner(consumer));
 }
 
+/*
+ * The lease of a job of an ordered subscription ends then, sooner or later than
+ * before.  An older job of its subject that was put back in line meanwhile is
+ * due at that time.  It is looked up by a snapshot taken now, as above.
+ */
+static void
+move_older(const OutboxConsumer *consumer, int64 subject_key, int64 id, TimestampTz due)
+{
+	static OutboxPlan move = {
+		"UPDATE outbox.jobs SET due_at = $4"
+		" WHERE id OPERATOR(pg_catalog.=) (SELECT j.id FROM outbox.jobs j"
+		" WHERE j.subscription_id OPERATOR(pg_catalog.=) $1"
+		" AND j.subject_key OPERATOR(pg_catalog.=) $2 AND j.dead_at IS NULL AND j.done_at IS NULL"
+		" AND j.id OPERATOR(pg_catalog.<) $3 ORDER BY j.id LIMIT 1)"
+		" AND attempts OPERATOR(pg_catalog.=) 0 AND claim IS NULL"
+		" AND done_at IS NULL AND dead_at IS NULL",
+		4, {INT4OID, INT8OID, INT8OID, TIMESTAMPTZOID}, NULL
+	};
+	Datum		values[4];
+
+	values[0] = Int32GetDatum(consumer->id);
+	values[1] = Int64GetDatum(subject_key);
+	values[2] = Int64GetDatum(id);
+	values[3] = TimestampTzGetDatum(due);
+	if (outbox_execute_snapshot(&move, values, NULL, SPI_OK_UPDATE,
+								IsolationUsesXactSnapshot() ? GetLatestSnapshot() : InvalidSnapshot) > 0)
+		outbox_hint_note(consumer->id, due, outbox_handler_owner(consumer));
+}
+
 #define FOUND_COLUMNS \
 	"SELECT j.ctid, j.id, j.event_seq, j.attempts, j.claim, j.filter_pending, j.subject_key, j.due_at," \
 	OUTBOX_CONSUMER_COLUMNS
@@ -303,6 +332,8 @@ put_back(const OutboxConsumer *consumer, const OutboxJob *job, TimestampTz due, 
 	if (outbox_execute(&put, values, nulls, SPI_OK_UPDATE) != 1)
 		elog(ERROR, "job " INT64_FORMAT " could not be put back", job->id);
 	outbox_hint_note(consumer->id, due, outbox_handler_owner(consumer));
+	if (consumer->ordered && job->keyed)
+		move_older(consumer, job->subject_key, job->id, GetCurrentTimestamp());
 }
 
 /*
@@ -575,8 +606,31 @@ outbox_extend(PG_FUNCTION_ARGS)
 	values[1] = TimestampTzGetDatum(until);
 	outbox_execute(&extend, values, NULL, SPI_OK_UPDATE);
 	outbox_hint_note(consumer.id, until, outbox_handler_owner(&consumer));
+	if (consumer.ordered && job.keyed)
+		move_older(&consumer, job.subject_key, job.id, until);
 	outbox_end_change(&context);
 	PG_RETURN_TIMESTAMPTZ(until);
+}
+
+/* See to the subjects of jobs of which the leases were prolonged: the last result */
+static void
+move_all_older(const OutboxConsumer *consumer, int n, TimestampTz until)
+{
+	int64	   *ids = palloc(Max(n, 1) * sizeof(int64));
+	int64	   *keys = palloc(Max(n, 1) * sizeof(int64));
+	int			nkeyed = 0;
+	int			i;
+
+	for (i = 0; i < n; i++)
+	{
+		bool		isnull;
+
+		ids[nkeyed] = DatumGetInt64(outbox_spi_value(i, 1, &isnull));
+		keys[nkeyed] = DatumGetInt64(outbox_spi_value(i, 2, &isnull));
+		nkeyed += !isnull;
+	}
+	for (i = 0; i < nkeyed; i++)
+		move_older(consumer, keys[i], ids[i], until);
 }
 
 PG_FUNCTION_INFO_V1(outbox_extend_many);
@@ -597,7 +651,8 @@ outbox_extend_many(PG_FUNCTION_ARGS)
 	};
 	static OutboxPlan extend = {
 		"UPDATE outbox.jobs SET due_at = $3 WHERE claim OPERATOR(pg_catalog.=) $1"
-		" AND subscription_id OPERATOR(pg_catalog.=) $2 AND done_at IS NULL AND dead_at IS NULL",
+		" AND subscription_id OPERATOR(pg_catalog.=) $2 AND done_at IS NULL AND dead_at IS NULL"
+		" RETURNING id, subject_key",
 		3, {INT8OID, INT4OID, TIMESTAMPTZOID}, NULL
 	};
 	OutboxOwnerContext context;
@@ -620,8 +675,10 @@ outbox_extend_many(PG_FUNCTION_ARGS)
 		until = GetCurrentTimestamp() + (lease > 0 ? lease : consumer.lease);
 		values[1] = Int32GetDatum(consumer.id);
 		values[2] = TimestampTzGetDatum(until);
-		n = outbox_execute(&extend, values, NULL, SPI_OK_UPDATE);
+		n = outbox_execute(&extend, values, NULL, SPI_OK_UPDATE_RETURNING);
 		outbox_hint_note(consumer.id, until, outbox_handler_owner(&consumer));
+		if (consumer.ordered)
+			move_all_older(&consumer, (int) n, until);
 	}
 	outbox_end_change(&context);
 	PG_RETURN_INT32((int32) n);
