@@ -88,6 +88,7 @@ extern void outbox_hint_note_abort(int32 subscription, TimestampTz due, Oid hand
 extern void outbox_hint_post(int32 subscription, TimestampTz due, Oid handler_owner);
 extern void outbox_hint_begin(int32 subscription, OutboxLook *look);
 extern bool outbox_hint_may_sweep(OutboxLook *look);
+extern TimestampTz outbox_hint_next_sweep(const OutboxLook *look);
 extern void outbox_hint_swept(OutboxLook *look, TimestampTz began);
 extern void outbox_hint_end(OutboxLook *look, TimestampTz bound, bool drained);
 extern TimestampTz outbox_hint_next(int32 subscription);
@@ -115,7 +116,7 @@ extern void outbox_pin_planner(void);
 
 /* lease.c: as the owner of the extension, connected to SPI */
 extern void outbox_claim_jobs(OutboxClaim *claim);
-extern bool outbox_look_for_jobs(const OutboxConsumer *consumer);
+extern bool outbox_look_for_jobs(const OutboxConsumer *consumer, TimestampTz *again);
 
 /* finish.c: as the owner of the extension, connected to SPI */
 extern bool outbox_complete_job(int64 job, int64 claim, Oid caller);

@@ -530,6 +530,20 @@ outbox_hint_may_sweep(OutboxLook *look)
 	return result;
 }
 
+/* When may it next look below the mark? */
+TimestampTz
+outbox_hint_next_sweep(const OutboxLook *look)
+{
+	TimestampTz result = DT_NOBEGIN;
+
+	if (look->hint != NULL && lock_hint(look->hint, look->subscription))
+	{
+		result = look->hint->swept_at + Max(SWEEP_PAUSE_US, SWEEP_SHARE * look->hint->sweep_us);
+		SpinLockRelease(&look->hint->mutex);
+	}
+	return result;
+}
+
 /* A look without the mark, which began then, is over. */
 void
 outbox_hint_swept(OutboxLook *look, TimestampTz began)

@@ -103,7 +103,9 @@ lock_due(OutboxClaim *claim, TimestampTz from, TimestampTz to, int limit, Outbox
 
 /*
  * Lock up to limit jobs that are due now: above the mark of the hint first,
- * below it when that was not enough and it has not just been tried.
+ * below it when that was not enough and it has not just been tried.  Then come
+ * those that were held back when the subscription was ordered, if it is not any
+ * more: nobody else will make them due.
  */
 static int
 lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
@@ -113,6 +115,7 @@ lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
 	TimestampTz began;
 	TimestampTz now;
 	OutboxLook	look;
+	bool		swept;
 	int			n;
 
 	outbox_hint_begin(consumer->id, &look);
@@ -123,14 +126,13 @@ lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
 		outbox_hint_swept(&look, began);
 	outbox_hint_end(&look, n < limit ? now : jobs[n - 1].due_at, n < limit);
 
-	if (n < limit && outbox_hint_may_sweep(&look))
+	swept = look.low == DT_NOBEGIN;
+	if (n < limit && !swept && outbox_hint_may_sweep(&look))
 	{
-		int			more;
-
 		began = GetCurrentTimestamp();
-		more = lock_due(claim, DT_NOBEGIN, look.low - 1, limit - n, jobs + n);
+		n += lock_due(claim, DT_NOBEGIN, look.low - 1, limit - n, jobs + n);
 		outbox_hint_swept(&look, began);
-		n += more;
+		swept = true;
 		if (n == limit)
 		{
 			/* there may be others down there */
@@ -138,13 +140,22 @@ lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
 			outbox_hint_post(consumer->id, jobs[n - 1].due_at, handler_owner);
 		}
 	}
+	if (n < limit && swept && !consumer->ordered)
+	{
+		n += lock_due(claim, DT_NOEND, DT_NOEND, limit - n, jobs + n);
+		if (n == limit)
+		{
+			claim->drained = false;
+			outbox_hint_post(consumer->id, DT_NOBEGIN, handler_owner);
+		}
+	}
 	if (n > 0)
 	{
-		TimestampTz first = jobs[0].due_at;
+		TimestampTz first = DT_NOEND;
 		int			i;
 
-		for (i = 1; i < n; i++)
-			first = Min(first, jobs[i].due_at);
+		for (i = 0; i < n; i++)
+			first = Min(first, jobs[i].due_at == DT_NOEND ? DT_NOBEGIN : jobs[i].due_at);
 		outbox_hint_note_abort(consumer->id, first, handler_owner);
 	}
 	return n;
@@ -273,10 +284,12 @@ outbox_claim_jobs(OutboxClaim *claim)
 
 /*
  * Is there a job that can be claimed now?  It may be locked by somebody who
- * claims it just now.  As the owner of the extension, connected to SPI.
+ * claims it just now.  When there seems to be none, *again is when it is worth
+ * looking below the mark: DT_NOEND when that has been done.  As the owner of the
+ * extension, connected to SPI.
  */
 bool
-outbox_look_for_jobs(const OutboxConsumer *consumer)
+outbox_look_for_jobs(const OutboxConsumer *consumer, TimestampTz *again)
 {
 #define LOOK_TAIL " ORDER BY j.due_at, j.id LIMIT 1"
 #define LOOK_ARGS 3, {INT4OID, TIMESTAMPTZOID, TIMESTAMPTZOID}, NULL
@@ -287,7 +300,9 @@ outbox_look_for_jobs(const OutboxConsumer *consumer)
 	TimestampTz now;
 	OutboxLook	look;
 	Datum		values[3];
+	bool		found;
 
+	*again = DT_NOEND;
 	outbox_hint_begin(consumer->id, &look);
 	began = now = GetCurrentTimestamp();
 	values[0] = Int32GetDatum(consumer->id);
@@ -295,22 +310,31 @@ outbox_look_for_jobs(const OutboxConsumer *consumer)
 	values[2] = TimestampTzGetDatum(now);
 	if (outbox_execute(plan, values, NULL, SPI_OK_SELECT) > 0)
 		return true;
-	if (look.low == DT_NOBEGIN)
-		outbox_hint_swept(&look, began);
 	outbox_hint_end(&look, now, true);
-	if (!outbox_hint_may_sweep(&look))
-		return false;
-
-	began = GetCurrentTimestamp();
-	values[1] = TimestampTzGetDatum(DT_NOBEGIN);
-	values[2] = TimestampTzGetDatum(look.low - 1);
-	if (outbox_execute(plan, values, NULL, SPI_OK_SELECT) > 0)
+	if (look.low != DT_NOBEGIN)
 	{
-		outbox_hint_post(consumer->id, DT_NOBEGIN, outbox_handler_owner(consumer));
-		return true;
+		if (!outbox_hint_may_sweep(&look))
+		{
+			*again = outbox_hint_next_sweep(&look);
+			return false;
+		}
+		began = GetCurrentTimestamp();
+		values[1] = TimestampTzGetDatum(DT_NOBEGIN);
+		values[2] = TimestampTzGetDatum(look.low - 1);
+		found = outbox_execute(plan, values, NULL, SPI_OK_SELECT) > 0;
+	}
+	else
+		found = false;
+	if (!found && !consumer->ordered)
+	{
+		/* as in lock_some */
+		values[1] = values[2] = TimestampTzGetDatum(DT_NOEND);
+		found = outbox_execute(plan, values, NULL, SPI_OK_SELECT) > 0;
 	}
 	outbox_hint_swept(&look, began);
-	return false;
+	if (found)
+		outbox_hint_post(consumer->id, DT_NOBEGIN, outbox_handler_owner(consumer));
+	return found;
 }
 
 /* Who claims, as it is stored: what was given, or the name of the application */

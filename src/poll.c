@@ -27,23 +27,29 @@
 /* Unmarked events that is_current looks at before it says no */
 #define MAX_CURRENT_EVENTS 1000
 
-/* A look at the jobs of a subscription: is one due, and has it a name still? */
+/*
+ * A look at the jobs of a subscription: is one due?  If not, *again is when to
+ * look again whatever the hints say.
+ */
 static bool
-look_for_jobs(const char *name, int32 *id, bool *paused)
+look_for_jobs(const char *name, int32 *id, bool *paused, TimestampTz *again)
 {
 	OutboxOwnerContext context;
 	OutboxConsumer consumer;
-	bool		result;
+	bool		result = false;
 
 	outbox_become_owner(&context);
 	outbox_pin_planner();
 	outbox_consumer_by_name(name, context.userid, &consumer);
 	*id = consumer.id;
 	*paused = consumer.paused;
+	*again = DT_NOEND;
 
 	/* before the look, so that nothing posted meanwhile is missed */
 	outbox_hint_watch(consumer.id);
-	result = !consumer.paused && outbox_look_for_jobs(&consumer);
+	if (!consumer.paused)
+		result = outbox_look_for_jobs(&consumer, again);
+	*again = Min(*again, GetCurrentTimestamp() + (int64) outbox_sweep_interval * 1000);
 	outbox_become_caller(&context);
 	return result;
 }
@@ -59,33 +65,53 @@ sleep_without_snapshot(int64 ms, const char *event)
 	CHECK_FOR_INTERRUPTS();
 }
 
-/* Wait until a job can be claimed, or the time is up. */
+/*
+ * Wait until a job can be claimed, or the time is up.
+ *
+ * A look may leave the hint as it was, although it found nothing: in a
+ * transaction with one snapshot for all of it.  Then the waits between looks
+ * grow, until somebody wakes us.  While the subscription is paused, the hint
+ * says nothing at all.
+ */
 static bool
 await_jobs(const char *name, TimestampTz until)
 {
-	TimestampTz looked_at;
-	TimestampTz now;
-	bool		paused;
-	int32		id;
+	int64		pause = IDLE_WAIT_MIN;
 
 	for (;;)
 	{
-		bool		ready = look_for_jobs(name, &id, &paused);
+		TimestampTz now;
+		TimestampTz again;
+		TimestampTz next;
+		bool		paused;
+		int32		id;
+		bool		ready = look_for_jobs(name, &id, &paused, &again);
 
 		SPI_commit();
 		if (ready)
 			return true;
-		looked_at = now = GetCurrentTimestamp();
+		now = GetCurrentTimestamp();
 		do
 		{
+			int64		wait = LOOK_AGAIN_MS;
+
 			if (now >= until)
 				return false;
-			sleep_without_snapshot(Min(TimestampDifferenceMilliseconds(now, Min(until, Max(now, outbox_hint_next(id)))),
-									   LOOK_AGAIN_MS),
+			next = Min(outbox_hint_next(id), again);
+			if (next > now)
+				pause = IDLE_WAIT_MIN;
+			if (!paused && next > now)
+				wait = Min(wait, TimestampDifferenceMilliseconds(now, next));
+			else if (!paused)
+			{
+				wait = Min(wait, pause);
+				pause = Min(pause * 2, LOOK_AGAIN_MS);
+			}
+			sleep_without_snapshot(Min(wait, TimestampDifferenceMilliseconds(now, until)),
 								   "OutboxAwaitJobs");
 			now = GetCurrentTimestamp();
-		} while (!paused && now < until && now < outbox_hint_next(id) &&
-				 now - looked_at < (int64) outbox_sweep_interval * 1000);
+			next = Min(outbox_hint_next(id), again);
+		} while (!paused && now < until && now < next);
 	}
 }
 
