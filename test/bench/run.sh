@@ -14,6 +14,7 @@
 
 set -eu
 . "$(dirname "$0")/../common.sh"
+. "$(dirname "$0")/jobs.sh"
 
 rows=("$@")
 [ $# -gt 0 ] || rows=(backlog record latency snapshot history subscriptions claim claim_snapshot handler handler_latency handled)
@@ -278,8 +279,6 @@ row_subscriptions() {
 	done
 	report subscriptions "$(printf '%s\n' "${a[@]}" | median)" "$(printf '%s\n' "${b[@]}" | median)" " events/s" "1,000 subscriptions of which 3 match against 3; reach 0.9"
 }
-
-. "$(dirname "$0")/jobs.sh"
 
 for row in "${rows[@]}"; do
 	"row_$row"

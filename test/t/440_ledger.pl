@@ -82,6 +82,18 @@ COMMIT;
 \endif
 SQL
 
+# Start the server again.  A process that was forked in the moment of a kill may
+# take a little longer to notice.
+sub start_again
+{
+	foreach (1 .. $PostgreSQL::Test::Utils::timeout_default)
+	{
+		return if $node->start(fail_ok => 1);
+		usleep(1_000_000);
+	}
+	die 'the server does not start again';
+}
+
 # Processes of one kind
 sub pids
 {
@@ -99,12 +111,12 @@ my @faults = (
 	[ 'end of every runner' => sub { sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE backend_type = 'outbox runner'"); } ],
 	[ 'cancel of every runner' => sub { sql("SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE backend_type = 'outbox runner'"); } ],
 	[ 'kill -9 of the relay' => sub { my @p = pids('outbox relay'); kill 'KILL', $p[0] if @p; } ],
-	[ 'an immediate restart' => sub { $node->stop('immediate'); $node->start; } ],
-	[ 'a fast restart' => sub { $node->stop('fast'); $node->start; } ],
+	[ 'an immediate restart' => sub { $node->stop('immediate'); start_again(); } ],
+	[ 'a fast restart' => sub { $node->stop('fast'); start_again(); } ],
 	[ 'a pause' => sub { sql(q{SELECT outbox.pause('bank')}); usleep(100_000); sql(q{SELECT outbox.resume('bank')}); } ],
 	[ 'one runner, then three' => sub { set_conf($node, 'outbox.runners' => 1); set_conf($node, 'outbox.runners' => 3); } ],
 	[ 'stop and start' => sub { sql('SELECT outbox.stop()'); usleep(100_000); sql('SELECT outbox.start()'); } ],
-	[ 'kill -9 of the postmaster' => sub { kill_postmaster($node); $node->start; } ]);
+	[ 'kill -9 of the postmaster' => sub { kill_postmaster($node); start_again(); } ]);
 my $rounds = slow() ? 200 : 12;
 
 foreach my $round (1 .. $rounds)
