@@ -22,9 +22,10 @@ BEGIN
 END $$;
 
 -- the floor: an UPDATE for the lease and one for the end, of the same rows
-CREATE OR REPLACE PROCEDURE bench.consume_bare(sub int, INOUT n bigint) LANGUAGE plpgsql AS $$
+CREATE OR REPLACE PROCEDURE bench.consume_bare(INOUT n bigint) LANGUAGE plpgsql AS $$
 DECLARE
 	c bigint := 1000000000; k int; ids bigint[];
+	sub int := (SELECT id FROM outbox.subscriptions WHERE name = 's1');
 BEGIN
 	SET enable_seqscan = off;
 	SET plan_cache_mode = force_generic_plan;
@@ -77,7 +78,7 @@ row_claim() {
 		a=() b=()
 		for ((i = 0; i < RUNS; i++)); do
 			empty; make_jobs "$n"; a+=("$(consume $clients "CALL bench.consume('s1', NULL)" "$n")")
-			empty; make_jobs "$n"; b+=("$(consume $clients "CALL bench.consume_bare((SELECT id FROM outbox.subscriptions WHERE name = 's1'), NULL)" "$n")")
+			empty; make_jobs "$n"; b+=("$(consume $clients "CALL bench.consume_bare(NULL)" "$n")")
 		done
 		report "claim_$clients" "$(printf '%s\n' "${a[@]}" | median)" "$(printf '%s\n' "${b[@]}" | median)" " jobs/s" \
 			"claim(100) and complete_many, clients: $clients, against a bare UPDATE and UPDATE; reach 0.85"
