@@ -2,7 +2,7 @@
 #
 # Run every test.
 #
-#	test/run.sh [SUITE ...]		default: build regress isolation tap werror scripts
+#	test/run.sh [SUITE ...]		default: regress isolation tap werror scripts examples
 #
 # Works on a bare Debian 12 as root or with sudo: what is missing is installed
 # with apt.  The tree is copied to a scratch directory, built there, and
@@ -19,7 +19,7 @@ set -u
 set -o pipefail
 . "$(dirname "$0")/common.sh"
 
-[ $# -gt 0 ] || set -- regress isolation tap werror scripts
+[ $# -gt 0 ] || set -- regress isolation tap werror scripts examples
 jobs=${JOBS:-$(nproc)}
 passed=0
 failed=0
@@ -199,6 +199,24 @@ suite_scripts() {
 		status=$?
 		[ $status -eq 0 ] || cat "$scratch/demo.log"
 		result demo.sh $status
+	fi
+}
+
+# The workers that the documentation shows; they may need packages, so not as
+# the tester.
+suite_examples() {
+	local status good bad
+
+	say '=== examples'
+	log=$scratch/examples.log
+	timeout --kill-after=30 900 env PG_CONFIG="$PG_CONFIG" \
+		bash "$scratch/outbox/test/examples/run.sh" 2>&1 | tee "$log"
+	status=$?
+	if read -r good bad < <(sed -nE 's/^([0-9]+) passed, ([0-9]+) failed$/\1 \2/p' "$log" | tail -n 1) &&
+		[ $((bad > 0)) -eq $((status > 0)) ]; then
+		count "$good" "$bad" examples
+	else
+		result examples $status
 	fi
 }
 
