@@ -16,8 +16,9 @@
 # and on a line of its own for any lines.
 #
 # Beside this, every function, view and setting must be described, with the
-# arguments, columns and default that it really has, and every link within the
-# page must lead somewhere.
+# arguments, columns and default that it really has, every link within the page
+# must lead somewhere, and a block marked with the name of a file, as in
+# ```python test/examples/worker.py, must be that file.
 #
 # Closes with "N passed, N failed".  PG_CONFIG in the environment names the
 # PostgreSQL to use; when outbox is not installed there, it is built and
@@ -59,7 +60,9 @@ fi
 bin=$("$PG_CONFIG" --bindir)
 chmod 755 "$scratch"
 cp "$readme" "$scratch/README.md"
-chmod 644 "$scratch/README.md"
+mkdir -p "$scratch/examples"
+cp "$top"/test/examples/worker.* "$scratch/examples"
+chmod -R a+rX "$scratch/README.md" "$scratch/examples"
 
 # start [PRELOAD]: (re)start the server, with these libraries preloaded
 start() {
@@ -330,6 +333,7 @@ sub check_reference
 			$value = $value % 60000 == 0 ? $value / 60000 . 'min'
 				: $value % 1000 == 0 ? $value / 1000 . 's' : "${value}ms";
 		}
+		$value = $value / 86400 . 'd' if $unit eq 's' && $value > 0 && $value % 86400 == 0;
 		$value = "''" if $value eq '';
 		my ($shown) = $all =~ /^\| *`\Q$name\E` *\| *`?([^`|]*?)`? *\|/m;
 		result(defined $shown && $shown eq $value, "setting $name is not described as it is",
@@ -342,12 +346,32 @@ sub check_reference
 	}
 }
 
+# Workers are shown as they are.
+sub check_examples
+{
+	my %shown = map { $_->{mark} => $_ } grep { $_->{mark} =~ m{/} } @blocks;
+
+	for my $file (glob("$host/examples/*"))
+	{
+		my ($name) = $file =~ m{([^/]+)$};
+		my $block = delete $shown{"test/examples/$name"};
+
+		open my $in, '<', $file or die "$file: $!";
+		my $text = do { local $/; <$in> };
+		close $in;
+		result($block && join('', map { "$_\n" } @{ $block->{text} }) eq $text,
+			"README.md does not show test/examples/$name as it is");
+	}
+	result(!%shown, "README.md shows files that are not there: " . join(' ', keys %shown));
+}
+
 run_blocks($mode eq 'not-preloaded' ? 'not-preloaded' : '');
 if ($mode ne 'not-preloaded')
 {
 	my %anchor = map { $_ => 1 } @anchors;
 
 	check_reference();
+	check_examples();
 	result($anchor{ $_->[1] }, "README.md:$_->[0]: nothing to link to: #$_->[1]") for @links;
 }
 print "$passed passed, $failed failed\n";
