@@ -166,5 +166,37 @@ SQL
 must "SELECT count(*) = 0 FROM outbox.poisoned"
 must "SELECT count(*) = 2204 FROM outbox.job_status WHERE subscription = 'search-index'"
 
+heading 'A client claims jobs, a batch at a time, and completes them; one fails for good'
+psql -e <<'SQL'
+SELECT max(claim) AS claim, count(*) AS jobs, min(job) AS first FROM outbox.claim('search-index', 500) \gset
+SELECT outbox.fail(:first, :claim, 'the index refuses it', final => true);
+SELECT outbox.complete_many(:claim) AS refused;
+SELECT job, subscription, seq, subject, attempts, last_error FROM outbox.dead_jobs;
+SELECT name, waiting, running, retrying, dead, done_total FROM outbox.stat_subscription ORDER BY name;
+SELECT outbox.retry(:first);
+SELECT max(claim) AS claim, count(*) AS jobs FROM outbox.claim('search-index', 5000) \gset
+SELECT outbox.complete_many(:claim) AS refused;
+SELECT job, state, attempts FROM outbox.job_status WHERE job = :first;
+SQL
+must "SELECT count(*) = 2204 FROM outbox.job_status WHERE subscription = 'search-index' AND state = 'done'"
+must "SELECT count(*) = 0 FROM outbox.dead_jobs"
+
+heading 'A handler keeps a copy, in the server, and catches up with what was before it'
+psql -e <<'SQL'
+CREATE TABLE note_titles (note text PRIMARY KEY, title text NOT NULL, handled int NOT NULL DEFAULT 1);
+CREATE FUNCTION keep_title(event outbox.event) RETURNS void LANGUAGE sql AS $$
+    INSERT INTO note_titles VALUES (event.subject, event.payload -> 'new' ->> 'title')
+    ON CONFLICT (note) DO UPDATE SET title = excluded.title, handled = note_titles.handled + 1
+$$;
+SELECT outbox.subscribe('titles', '{note.*}', ordered => true, handler => 'keep_title');
+SELECT outbox.replay('titles', '-infinity');
+UPDATE notes SET title = 'Groceries' WHERE id = 1;
+CALL outbox.await_idle('titles');
+SELECT * FROM note_titles WHERE note IN ('note/1', 'note/1001') ORDER BY note;
+SELECT name, waiting, retrying, dead, done_total FROM outbox.stat_subscription WHERE name = 'titles';
+SQL
+must "SELECT count(*) = 2001 AND bool_and(n.title = t.title) FROM notes n LEFT JOIN note_titles t ON t.note = 'note/' || n.id"
+must "SELECT outbox.is_current('titles', 'note/1')"
+
 heading 'Stopping the server and removing it'
 say "Nothing is left but the packages that were installed.  Next: README.md"
