@@ -12,8 +12,8 @@
  * A role gets its first runner as soon as something is due, and one more when
  * something is still due after all of its runners have been busy for a while.
  * Who has fewer runners comes first, then who was served longest ago.  When no
- * place is free for a role that has no runner, or two less than another, the
- * runners are told how many are to make room.
+ * place is free, idle runners of others make room; and busy ones when a role
+ * has no runner, or two less than another.
  *
  * Part of the launcher; launcher.c tells the stories.
  *
@@ -425,33 +425,60 @@ give_places(RunnerLook *look, RoleState *roles)
 	}
 }
 
+/* Have a runner go, if it is still idle. */
+static bool
+send_idle_away(RunnerLook *look, int number)
+{
+	OutboxRunner *runner = &look->slot->runners[number];
+	int			procno = -1;
+
+	if (look->runners[number].pid == 0 || look->runners[number].leaving ||
+		!look->runners[number].idle)
+		return false;
+	SpinLockAcquire(&look->slot->mutex);
+	if (runner->pid == look->runners[number].pid && runner->idle)
+	{
+		runner->leaving = true;
+		procno = runner->procno;
+	}
+	SpinLockRelease(&look->slot->mutex);
+	if (procno < 0)
+		return false;
+	ProcSendSignal(procno);
+	look->nleaving++;
+	return true;
+}
+
 /*
- * Say how many runners are to make room, for roles that have none, or two less
- * than another has.  Idle ones do so at once.
+ * Make room for those who need a place.  Idle runners of others go.  When that
+ * is not enough, it is said how many of the busy ones are to go, for roles that
+ * have none, or two less than another has.
  */
 static void
 make_room(RunnerLook *look, const RoleState *roles)
 {
+	int			needed = 0;
 	int			crowd = 0;
 	int			i;
 
 	for (i = 0; i < OUTBOX_MAX_WANTS; i++)
-		crowd += roles[i].need == NEED_PLACE &&
-			(roles[i].nrunners == 0 || roles[i].nrunners + 2 <= look->most);
-	crowd -= Max(look->limit - (look->nalive - look->nleaving), 0);
-	crowd = Max(crowd, 0);
+	{
+		if (roles[i].need != NEED_PLACE)
+			continue;
+		needed++;
+		crowd += roles[i].nrunners == 0 || roles[i].nrunners + 2 <= look->most;
+	}
+#define ROOM() Max(look->limit - (look->nalive - look->nleaving), 0)
+	for (i = 0; i < OUTBOX_MAX_RUNNERS && needed > ROOM(); i++)
+		(void) send_idle_away(look, i);
+	crowd = Max(crowd - ROOM(), 0);
+#undef ROOM
 
 	SpinLockAcquire(&look->slot->mutex);
 	if (look->slot->crowd == 0)
 		look->slot->crowded_since = look->now;
 	look->slot->crowd = crowd;
 	SpinLockRelease(&look->slot->mutex);
-
-	for (i = 0; crowd > 0 && i < OUTBOX_MAX_RUNNERS; i++)
-	{
-		if (look->runners[i].pid != 0 && look->runners[i].idle)
-			wake_runner(look, i);
-	}
 }
 
 /*

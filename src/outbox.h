@@ -347,6 +347,7 @@ extern void outbox_want_nothing(Oid owner);
 
 /* want.c: in a runner */
 extern void outbox_runner_is(OutboxDatabase *db, OutboxRunner *runner);
+extern void outbox_runner_is_super(bool super);
 extern uint32 outbox_want_begin(Oid owner);
 extern TimestampTz outbox_want_end(Oid owner, uint32 seen, TimestampTz next);
 extern bool outbox_runner_should_go(bool idle);

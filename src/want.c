@@ -14,8 +14,9 @@
  * long; the launcher looks again by itself a little later, and until then it
  * is not told again.  What is still due then needs another runner.
  *
- * When roles wait for a place and none is free, the launcher says how many.
- * The first runners that may go take that number down, each by one, and go.
+ * When roles wait for a place and none is free, the launcher sends idle runners
+ * away, or else says how many are to go.  The first that may go take that number
+ * down, each by one, and go.
  *
  *-------------------------------------------------------------------------
  */
@@ -33,6 +34,7 @@
 /* In a runner: its place */
 static OutboxDatabase *my_db = NULL;
 static OutboxRunner *me = NULL;
+static bool my_role_is_super = false;
 
 /*
  * The want of a role; NULL when there is none.  The caller holds the mutex.
@@ -176,6 +178,13 @@ outbox_runner_is(OutboxDatabase *db, OutboxRunner *runner)
 	me = runner;
 }
 
+/* The role of this runner is a superuser, or is not. */
+void
+outbox_runner_is_super(bool super)
+{
+	my_role_is_super = super;
+}
+
 /*
  * The runner begins to look at all that its role may have to do.  The number
  * is for outbox_want_end.
@@ -265,9 +274,9 @@ may_go(bool idle, TimestampTz now)
 
 /*
  * Is this runner to end now?  Asked between two jobs, and when there is
- * nothing to do (idle).  It is, if there are to be fewer runners, if the
- * launcher says so, or if other roles wait for a place and it may go.  Once
- * that is said it has to go.
+ * nothing to do (idle).  It is, if there are to be fewer runners, or none of
+ * superusers, if the launcher says so, or if other roles wait for a place and
+ * it may go.  Once that is said it has to go.
  */
 bool
 outbox_runner_should_go(bool idle)
@@ -275,7 +284,8 @@ outbox_runner_should_go(bool idle)
 	TimestampTz now = GetCurrentTimestamp();
 
 	SpinLockAcquire(&my_db->mutex);
-	if (me - my_db->runners >= outbox_runners_setting)
+	if (me - my_db->runners >= outbox_runners_setting ||
+		(my_role_is_super && !outbox_superuser_handlers))
 		me->leaving = true;
 	else if (!me->leaving && my_db->crowd > 0 && may_go(idle, now))
 	{

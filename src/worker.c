@@ -373,18 +373,22 @@ pin_all_settings(void)
 /*
  * Become a role, in the session and for good: the owner of a database may give
  * it a role or session_authorization of its own, which workers take over like
- * anybody who connects.
+ * anybody who connects.  Returns whether the role is a superuser.
  */
-static void
+static bool
 become_role(Oid userid)
 {
+	bool		super;
+
 	SetCurrentStatementStartTimestamp();
 	StartTransactionCommand();
 	SetConfigOption("session_authorization", GetUserNameFromId(userid, false),
 					PGC_SUSET, PGC_S_OVERRIDE);
 	SetConfigOption("role", "none", PGC_SUSET, PGC_S_OVERRIDE);
+	super = superuser_arg(userid);
 	CommitTransactionCommand();
 	MemoryContextSwitchTo(TopMemoryContext);
+	return super;
 }
 
 /*
@@ -411,7 +415,7 @@ outbox_worker_connect(Oid dboid, Oid userid, bool nologin)
 	BackgroundWorkerInitializeConnectionByOid(dboid, nologin ? InvalidOid : userid,
 											  BGWORKER_BYPASS_ROLELOGINCHECK);
 	pin_all_settings();
-	become_role(OidIsValid(userid) ? userid : BOOTSTRAP_SUPERUSERID);
+	(void) become_role(OidIsValid(userid) ? userid : BOOTSTRAP_SUPERUSERID);
 	outbox_worker_reload();
 	pgstat_report_activity(STATE_IDLE, NULL);
 }
@@ -435,7 +439,7 @@ outbox_runner_attach(OutboxWorkerArgs *args)
 	BackgroundWorkerInitializeConnectionByOid(args->dboid, args->userid,
 											  BGWORKER_BYPASS_ROLELOGINCHECK);
 	pin_settings(pinned_in_runner, lengthof(pinned_in_runner));
-	become_role(args->userid);
+	outbox_runner_is_super(become_role(args->userid));
 	outbox_worker_reload();
 	pgstat_report_activity(STATE_IDLE, NULL);
 	return true;
