@@ -298,8 +298,11 @@ database_to_close(Node *stmt)
 }
 
 /*
- * Does a statement drop our extension, by name, and may the caller do so?  A
- * handler under way holds a lock that the DROP has to wait for.
+ * Does a statement drop our extension, by name?  A handler under way holds a
+ * lock that the DROP has to wait for.
+ *
+ * Who may not drop it is told so here.  The server would wait for its lock
+ * first, and have all relays and runners wait behind it.
  */
 static bool
 drops_extension(Node *stmt)
@@ -312,11 +315,14 @@ drops_extension(Node *stmt)
 		return false;
 	foreach(lc, drop->objects)
 	{
-		if (strcmp(strVal(lfirst(lc)), OUTBOX_EXTENSION) == 0)
-		{
-			owner = outbox_extension_owner();
-			return OidIsValid(owner) && has_privs_of_role(GetUserId(), owner);
-		}
+		if (strcmp(strVal(lfirst(lc)), OUTBOX_EXTENSION) != 0)
+			continue;
+		if (!OidIsValid(get_extension_oid(OUTBOX_EXTENSION, true)))
+			return false;
+		owner = outbox_extension_owner();
+		if (!OidIsValid(owner) || !has_privs_of_role(GetUserId(), owner))
+			aclcheck_error(ACLCHECK_NOT_OWNER, OBJECT_EXTENSION, OUTBOX_EXTENSION);
+		return true;
 	}
 	return false;
 }
