@@ -29,6 +29,7 @@ OBJS = \
 	src/guc.o \
 	src/handler.o \
 	src/hint.o \
+	src/ids.o \
 	src/jobs.o \
 	src/keep.o \
 	src/keep_runners.o \
@@ -38,12 +39,14 @@ OBJS = \
 	src/notify.o \
 	src/owners.o \
 	src/pass.o \
+	src/prune.o \
 	src/poll.o \
 	src/record.o \
 	src/redo.o \
 	src/relay.o \
 	src/replay.o \
 	src/retention.o \
+	src/retention_events.o \
 	src/rights.o \
 	src/route.o \
 	src/route_cache.o \

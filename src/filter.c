@@ -57,6 +57,7 @@ typedef struct FilterLoop
 	Jsonb	   *payload;		/* NULL: not read yet */
 	Jsonb	   *vars;
 	bool		evaluating;		/* an error now is one of the filter */
+	bool		patient;		/* no filter is left to anybody else */
 	int64		spent;			/* time that all filters took, in us */
 } FilterLoop;
 
@@ -273,26 +274,37 @@ path_accepts(JsonPath *path, Jsonb *payload, Jsonb *vars)
 	}
 }
 
-/* Read the contents of events by their ctids: locked rows stay where they are. */
+/*
+ * Read the contents of events by their ctids: locked rows stay where they are.
+ * Those that are not locked are read by their seqs, and one that has gone has
+ * no targets any more.
+ */
 static void
-fetch_contents(FilterEvent *events, int nevents)
+fetch_contents(FilterEvent *events, int nevents, bool locked)
 {
+	static OutboxPlan by_seq = {
+		"SELECT u.ord, e.payload, e.headers"
+		" FROM pg_catalog.unnest($1) WITH ORDINALITY u(seq, ord)"
+		" JOIN outbox.events e ON e.seq OPERATOR(pg_catalog.=) u.seq",
+		1, {INT8ARRAYOID}, NULL
+	};
 	static OutboxPlan fetch = {
 		"SELECT u.ord, e.payload, e.headers"
 		" FROM pg_catalog.unnest($1) WITH ORDINALITY u(t, ord)"
 		" JOIN outbox.events e ON e.ctid OPERATOR(pg_catalog.=) u.t",
 		1, {TIDARRAYOID}, NULL
 	};
-	Datum	   *tids = palloc(nevents * sizeof(Datum));
+	Datum	   *keys = palloc(nevents * sizeof(Datum));
 	Datum		value;
 	uint64		nrows;
 	bool		isnull;
 	int			i;
 
 	for (i = 0; i < nevents; i++)
-		tids[i] = PointerGetDatum(&events[i].event->tid);
-	value = outbox_make_array(tids, NULL, nevents, TIDOID);
-	nrows = outbox_execute(&fetch, &value, NULL, SPI_OK_SELECT);
+		keys[i] = locked ? PointerGetDatum(&events[i].event->tid) :
+			Int64GetDatum(events[i].event->seq);
+	value = outbox_make_array(keys, NULL, nevents, locked ? TIDOID : INT8OID);
+	nrows = outbox_execute(locked ? &fetch : &by_seq, &value, NULL, SPI_OK_SELECT);
 	for (i = 0; i < (int) nrows; i++)
 	{
 		int64		ord = DatumGetInt64(outbox_spi_value(i, 1, &isnull));
@@ -304,11 +316,13 @@ fetch_contents(FilterEvent *events, int nevents)
 	}
 	for (i = 0; i < nevents; i++)
 	{
-		if (!events[i].fetched)
+		if (!events[i].fetched && !locked)
+			events[i].event->ntargets = 0;
+		else if (!events[i].fetched)
 			elog(ERROR, "event " INT64_FORMAT " is not where it was claimed",
 				 events[i].event->seq);
 	}
-	pfree(tids);
+	pfree(keys);
 }
 
 /* Take a target from its event. */
@@ -350,8 +364,9 @@ evaluate_next(FilterLoop *loop, FilterEvent *fe)
 		fe->next++;
 		return;
 	}
-	if (sub->slow_filter || sub->filter_spent > FILTER_SHARE || loop->spent > FILTER_TOTAL ||
-		toast_raw_datum_size(fe->content.payload) - VARHDRSZ > MAX_FILTERED)
+	if (!loop->patient &&
+		(sub->slow_filter || sub->filter_spent > FILTER_SHARE || loop->spent > FILTER_TOTAL ||
+		 toast_raw_datum_size(fe->content.payload) - VARHDRSZ > MAX_FILTERED))
 	{
 		settle(fe, false, true);
 		return;
@@ -444,9 +459,10 @@ evaluate_all(FilterLoop *loop)
 		MemoryContextSwitchTo(context);
 		ticked = 0;
 		ticked_at = processor_time();
-		enable_timeout_every(timer,
-							 TimestampTzPlusMilliseconds(GetCurrentTimestamp(), FILTER_TICK),
-							 FILTER_TICK);
+		if (!loop->patient)
+			enable_timeout_every(timer,
+								 TimestampTzPlusMilliseconds(GetCurrentTimestamp(), FILTER_TICK),
+								 FILTER_TICK);
 		PG_TRY();
 		{
 			evaluate_some(loop);
@@ -497,20 +513,17 @@ list_events(OutboxEvent *events, int nevents, FilterEvent *list)
 
 /*
  * Take away the targets of events whose filters do not accept them, and mark
- * those that cannot be decided here.
- *
- * content is that of the one event, or NULL: then the contents of those events
- * that need it are read from the table, so that an unreadable payload troubles
- * nobody who does not look at it.  The caller is connected to SPI.
+ * those that cannot be decided here, unless there is all the time in the world.
  */
-void
-outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *content)
+static void
+filter_events(OutboxEvent *events, int nevents, const OutboxContent *content, bool patient)
 {
 	FilterLoop	loop;
 	int			guc_level;
 
 	memset(&loop, 0, sizeof(loop));
 	loop.events = palloc0((nevents + 1) * sizeof(FilterEvent));
+	loop.patient = patient;
 	loop.nevents = list_events(events, nevents, loop.events);
 	if (loop.nevents == 0)
 	{
@@ -520,7 +533,7 @@ outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *cont
 	if (content != NULL)
 		loop.events[0].content = *content;
 	else
-		fetch_contents(loop.events, loop.nevents);
+		fetch_contents(loop.events, loop.nevents, !patient);
 
 	if (timer == MAX_TIMEOUTS)
 		timer = RegisterTimeout(USER_TIMEOUT, tick);
@@ -543,6 +556,28 @@ outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *cont
 	if (content == NULL)
 		SPI_freetuptable(SPI_tuptable);
 	pfree(loop.events);
+}
+
+/*
+ * For the relay, and who asks what it would do.  content is that of the one
+ * event, or NULL: then the contents of those events, which are locked, that
+ * need it are read from the table, so that an unreadable payload troubles
+ * nobody who does not look at it.  The caller is connected to SPI.
+ */
+void
+outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *content)
+{
+	filter_events(events, nevents, content, false);
+}
+
+/*
+ * For a caller whose own time it is: nothing is left to anybody else.  The
+ * events need not be locked.
+ */
+void
+outbox_filter_patiently(OutboxEvent *events, int nevents)
+{
+	filter_events(events, nevents, NULL, true);
 }
 
 /* One evaluation outside of a pass */

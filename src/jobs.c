@@ -175,9 +175,12 @@ compare_ordered(const void *a, const void *b)
  *
  * A claim passes over a job while it is locked, so when it is due that is posted
  * once more when the lock is gone.
+ *
+ * A long transaction must not keep others from ending their jobs: it locks none
+ * and waits only behind jobs of its own.
  */
 static void
-hold_back(OutboxEvent *events, int nevents)
+hold_back(OutboxEvent *events, int nevents, bool only_own)
 {
 	static OutboxPlan lock = {
 		"SELECT u.ord, o.due_at FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
@@ -188,10 +191,19 @@ hold_back(OutboxEvent *events, int nevents)
 		" ORDER BY j.id DESC LIMIT 1 FOR SHARE SKIP LOCKED) o",
 		2, {INT4ARRAYOID, INT8ARRAYOID}, NULL
 	};
+	static OutboxPlan own = {
+		"SELECT u.ord, 'infinity'::timestamptz FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
+		" WITH ORDINALITY AS u(sub, key, ord)"
+		" CROSS JOIN LATERAL (SELECT j.xmin FROM outbox.jobs j"
+		" WHERE j.subscription_id OPERATOR(pg_catalog.=) u.sub"
+		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
+		" ORDER BY j.id DESC LIMIT 1) o WHERE o.xmin OPERATOR(pg_catalog.=) $3",
+		3, {INT4ARRAYOID, INT8ARRAYOID, XIDOID}, NULL
+	};
 	Ordered    *list;
 	OutboxTarget **firsts;
 	Datum	   *columns[2];
-	Datum		values[2];
+	Datum		values[3];
 	uint64		nlocked;
 	int			nfirsts = 0;
 	int			n = 0;
@@ -240,7 +252,8 @@ hold_back(OutboxEvent *events, int nevents)
 	}
 	values[0] = outbox_make_array(columns[0], NULL, nfirsts, INT4OID);
 	values[1] = outbox_make_array(columns[1], NULL, nfirsts, INT8OID);
-	nlocked = outbox_execute(&lock, values, NULL, SPI_OK_SELECT);
+	values[2] = TransactionIdGetDatum(only_own ? GetCurrentTransactionId() : InvalidTransactionId);
+	nlocked = outbox_execute(only_own ? &own : &lock, values, NULL, SPI_OK_SELECT);
 	for (i = 0; i < (int) nlocked; i++)
 	{
 		bool		isnull;
@@ -295,7 +308,7 @@ note_jobs(OutboxEvent *events, int nevents, TimestampTz now)
  * sequence first, since the marks need them too.
  */
 static int
-insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now)
+insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now, bool only_own)
 {
 	/* the common case: every job is due now and needs no key */
 	static OutboxPlan simple = {
@@ -336,7 +349,7 @@ insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now)
 				events[i].targets[j].job = nextval_internal(sequence, false);
 		}
 	}
-	hold_back(events, nevents);
+	hold_back(events, nevents, only_own);
 
 	for (i = 0; i < 6; i++)
 		columns[i] = palloc(njobs * sizeof(Datum));
@@ -449,14 +462,10 @@ mark_events(OutboxEvent *events, int nevents, TimestampTz now)
 				 errmsg("only " UINT64_FORMAT " of %d events were marked", marked, nevents)));
 }
 
-/*
- * Fan out routed events: their jobs and their marks.  Returns the number of
- * jobs made.
- */
-int
-outbox_enqueue(OutboxEvent *events, int nevents)
+/* Number of jobs that the events are to get, after coalescing */
+static int
+coalesce_and_count(OutboxEvent *events, int nevents)
 {
-	TimestampTz now = GetCurrentTimestamp();
 	int			njobs = 0;
 	int			i,
 				j;
@@ -467,8 +476,36 @@ outbox_enqueue(OutboxEvent *events, int nevents)
 		for (j = 0; j < events[i].ntargets; j++)
 			njobs += (events[i].targets[j].covered_by == NULL);
 	}
+	return njobs;
+}
+
+/*
+ * Fan out routed events: their jobs and their marks.  Returns the number of
+ * jobs made.
+ */
+int
+outbox_enqueue(OutboxEvent *events, int nevents)
+{
+	TimestampTz now = GetCurrentTimestamp();
+	int			njobs = coalesce_and_count(events, nevents);
+
 	if (njobs > 0)
-		insert_jobs(events, nevents, njobs, now);
+		insert_jobs(events, nevents, njobs, now, false);
 	mark_events(events, nevents, now);
+	return njobs;
+}
+
+/*
+ * Make jobs for events that are marked already, and locked; the caller sees to
+ * it that they name them.  Nobody is kept waiting until the transaction ends.
+ * Returns the number of jobs made.
+ */
+int
+outbox_enqueue_again(OutboxEvent *events, int nevents)
+{
+	int			njobs = coalesce_and_count(events, nevents);
+
+	if (njobs > 0)
+		insert_jobs(events, nevents, njobs, GetCurrentTimestamp(), true);
 	return njobs;
 }

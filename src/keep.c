@@ -143,6 +143,7 @@ outbox_keep_assign_slot(OutboxKeptDatabase *db)
 		slot->sweep_wanted = true;
 		slot->swept_at = 0;
 		slot->next_retry = 0;
+		memset(&slot->pruned, 0, sizeof(slot->pruned));
 		memset(slot->relays, 0, sizeof(slot->relays));
 		memset(slot->runners, 0, sizeof(slot->runners));
 		memset(slot->wants, 0, sizeof(slot->wants));

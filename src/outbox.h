@@ -121,6 +121,16 @@ typedef struct OutboxRunner
 	int64		failures;
 } OutboxRunner;
 
+/* What retention has done in one database; under the database's mutex */
+typedef struct OutboxPruned
+{
+	int64		events;			/* deleted since the slot was taken */
+	int64		jobs;
+	TimestampTz ended_at;		/* of the last whole cycle */
+	TimestampTz failed_at;		/* 0: the last one went well */
+	char		error[OUTBOX_ERROR_LEN];	/* why it did not */
+} OutboxPruned;
+
 /* A role whose handlers have something to do, from a time on */
 typedef struct OutboxWant
 {
@@ -149,6 +159,7 @@ typedef struct OutboxDatabase
 	TimestampTz swept_at;		/* when the last sweep began */
 	TimestampTz next_retry;		/* earliest retry_at known; 0: none */
 
+	OutboxPruned pruned;
 	OutboxRelay relays[OUTBOX_MAX_RELAYS];
 	OutboxRunner runners[OUTBOX_MAX_RUNNERS];
 	OutboxWant	wants[OUTBOX_MAX_WANTS];
@@ -432,13 +443,17 @@ extern bool outbox_glob_match_list(List *patterns, const char *type, int len,
 extern int	outbox_char_length(const char *text);
 extern void outbox_route_events(OutboxEvent *events, int nevents, int64 version);
 extern void outbox_route_given(OutboxEvent *event, const OutboxContent *content);
+extern void outbox_route_load_one(int32 subscription);
+extern void outbox_route_by_loaded(OutboxEvent *events, int nevents);
 extern void outbox_route_forget(void);
 
 /* filter.c */
 extern void outbox_filter_events(OutboxEvent *events, int nevents, const OutboxContent *content);
+extern void outbox_filter_patiently(OutboxEvent *events, int nevents);
 
 /* jobs.c */
 extern int	outbox_enqueue(OutboxEvent *events, int nevents);
+extern int	outbox_enqueue_again(OutboxEvent *events, int nevents);
 extern int64 outbox_subject_key(const char *scope, const char *subject);
 
 /* pass.c */
@@ -468,9 +483,9 @@ typedef struct OutboxPass
 	char	   *error;			/* last error, in the caller's context */
 } OutboxPass;
 
-extern bool outbox_lock_extension(void);
 extern void outbox_pass(OutboxPass *pass);
 extern TimestampTz outbox_pass_next_retry(bool *resting);
+extern bool outbox_lock_extension(void);
 extern bool outbox_begin_and_claim(OutboxPass *pass, OutboxEvent **events, int64 *version);
 extern void outbox_announce(List *fanned, OutboxEvent *events, int nevents);
 extern int64 outbox_retry_wait_ms(int tries);
@@ -504,6 +519,19 @@ extern void outbox_lock_routing(void);
 extern void outbox_wake_consumers(int32 id);
 extern void outbox_check_may_change(const char *name, const OutboxSubscriptionRow *sub, Oid caller);
 extern void outbox_end_change(OutboxOwnerContext *context);
+
+/* ids.c */
+extern int	outbox_unique_ids(int64 *ids, int n);
+extern int	outbox_find_id(const int64 *ids, int n, int64 id);
+extern bool outbox_has_id(const int64 *ids, int n, int64 id);
+extern Datum outbox_id_array(const int64 *ids, int n);
+extern int	outbox_result_ids(uint64 nrows, int64 **ids);
+extern int	outbox_named_jobs(Datum fanout, int64 **ids);
+
+/* prune.c */
+extern bool outbox_prune_turn(OutboxDatabase *db, bool busy);
+extern long outbox_prune_sleep_ms(TimestampTz now);
+extern void outbox_prune_in_sweep(void);
 
 /* stats.c */
 extern bool outbox_read_relay(OutboxDatabase *db, Oid dboid, int i, OutboxRelay *relay);

@@ -51,6 +51,7 @@ static int	troubles = 0;		/* passes over fresh events in trouble, in a
 static int	retry_troubles = 0; /* the same of retries */
 static bool retried = false;	/* the last turn was one of retries */
 static TimestampTz backoff_until = 0;
+static bool passed = false;		/* the last turn was a pass */
 
 /* Post what was taken and not finished; at exit, or when a pass failed. */
 static void
@@ -173,6 +174,7 @@ sleep_ms(TimestampTz now)
 {
 	TimestampTz until;
 	bool		wanted;
+	long		result;
 
 	SpinLockAcquire(&db->mutex);
 	wanted = db->sweep_wanted;
@@ -184,7 +186,10 @@ sleep_ms(TimestampTz now)
 		until = wanted ? Min(until, backoff_until) : backoff_until;
 
 	/* never longer than the interval, even if the clock was set back */
-	return Min(TimestampDifferenceMilliseconds(now, until), (long) outbox_sweep_interval);
+	result = Min(TimestampDifferenceMilliseconds(now, until), (long) outbox_sweep_interval);
+	if (args.relay == 0 && backoff_until <= now)
+		result = Min(result, outbox_prune_sleep_ms(now));
+	return result;
 }
 
 /* The extension has gone: nothing is left to do, and that is no failure. */
@@ -207,6 +212,7 @@ run_pass(bool retry)
 	pass.db = db;
 	set_state(OUTBOX_RELAY_PASS);
 	outbox_pass(&pass);
+	passed = true;
 	if (pass.gone)
 		leave();
 	count_pass(&pass);
@@ -257,6 +263,14 @@ take_turn(TimestampTz now)
 		outbox_want_owners();
 	}
 
+	/* so that retention does not starve in a long backlog */
+	if (args.relay == 0 && passed)
+	{
+		passed = false;
+		if (outbox_prune_turn(db, true))
+			return TURN_DONE;
+	}
+
 	/* after a retry others come first: what fails all the time must not */
 	if (retried && outbox_doorbell_take(db, &held))
 	{
@@ -271,6 +285,8 @@ take_turn(TimestampTz now)
 	}
 	if (outbox_doorbell_take(db, &held))
 		return run_pass(false);
+	if (args.relay == 0 && outbox_prune_turn(db, false))
+		return TURN_DONE;
 	return TURN_IDLE;
 }
 
@@ -394,8 +410,10 @@ outbox_relay_sweep_once(void)
 		else
 			break;
 	}
-	outbox_worker_idle();
 	MemoryContextSwitchTo(caller);
 	MemoryContextDelete(context);
+	if (!gone)
+		outbox_prune_in_sweep();
+	outbox_worker_idle();
 	return !gone;
 }

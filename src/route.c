@@ -71,11 +71,14 @@ outbox_route_forget(void)
 		MemoryContextDelete(old->context);
 }
 
-/* Read the cache anew.  The new one is made whole before the old one goes. */
+/*
+ * Read the cache anew, with all subscriptions or only one.  The new one is made
+ * whole before the old one goes.
+ */
 static void
-load_cache(Snapshot snapshot)
+load_cache(Snapshot snapshot, int32 only)
 {
-	RouteCache *loaded = outbox_route_load(snapshot);
+	RouteCache *loaded = outbox_route_load(snapshot, only);
 
 	outbox_route_forget();
 	cache = loaded;
@@ -320,7 +323,7 @@ outbox_route_events(OutboxEvent *events, int nevents, int64 version)
 	int			i;
 
 	if (cache == NULL || cache->version != version)
-		load_cache(GetActiveSnapshot());
+		load_cache(GetActiveSnapshot(), 0);
 	for (i = 0; i < nevents; i++)
 		route_event(&events[i]);
 	outbox_filter_events(events, nevents, NULL);
@@ -337,7 +340,31 @@ outbox_route_events(OutboxEvent *events, int nevents, int64 version)
 void
 outbox_route_given(OutboxEvent *event, const OutboxContent *content)
 {
-	load_cache(InvalidSnapshot);
+	load_cache(InvalidSnapshot, 0);
 	route_event(event);
 	outbox_filter_events(event, 1, content);
+}
+
+/*
+ * Read one subscription, as the current statement sees it, for calls of
+ * outbox_route_by_loaded; outbox_route_forget ends that.
+ */
+void
+outbox_route_load_one(int32 subscription)
+{
+	load_cache(InvalidSnapshot, subscription);
+}
+
+/*
+ * Match events against that subscription: each has one target or none.  Filters
+ * take the time that they take.
+ */
+void
+outbox_route_by_loaded(OutboxEvent *events, int nevents)
+{
+	int			i;
+
+	for (i = 0; i < nevents; i++)
+		route_event(&events[i]);
+	outbox_filter_patiently(events, nevents);
 }

@@ -69,7 +69,7 @@ typedef struct RouteCache
 	RouteTable	scoped;
 } RouteCache;
 
-extern RouteCache *outbox_route_load(Snapshot snapshot);
+extern RouteCache *outbox_route_load(Snapshot snapshot, int32 only);
 extern void outbox_route_empty_types(RouteTable *table);
 extern int	outbox_route_compare(const void *a, const void *b);
 

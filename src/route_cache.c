@@ -125,25 +125,28 @@ load_subscription(LoadedSubscription *loaded, int row)
 }
 
 /*
- * Read the version and all subscriptions, in one statement and so in one
+ * Read the version and all subscriptions, or only one, in one statement and so in one
  * snapshot, the given one if it is valid.  Returns them in key order, allocated where we are called.
  */
 static LoadedSubscription *
-load_subscriptions(int64 *version, int *nsubs, Snapshot snapshot)
+load_subscriptions(int64 *version, int *nsubs, Snapshot snapshot, int32 only)
 {
-	static OutboxPlan load = {
-		"SELECT r.version, s.id, s.name, s.types, s.scope, s.filter, s.coalescing, s.ordered,"
-		" CASE WHEN s.handler IS NOT NULL THEN s.owner_oid END,"
-		" s.options OPERATOR(pg_catalog.->>) 'notify'"
-		" FROM outbox.routing r LEFT JOIN outbox.subscriptions s ON true",
-		0, {0}, NULL
+#define LOAD_SUBSCRIPTIONS \
+		"SELECT r.version, s.id, s.name, s.types, s.scope, s.filter, s.coalescing, s.ordered," \
+		" CASE WHEN s.handler IS NOT NULL THEN s.owner_oid END," \
+		" s.options OPERATOR(pg_catalog.->>) 'notify'" \
+		" FROM outbox.routing r LEFT JOIN outbox.subscriptions s ON "
+	static OutboxPlan load = {LOAD_SUBSCRIPTIONS "true", 0, {0}, NULL};
+	static OutboxPlan load_one = {
+		LOAD_SUBSCRIPTIONS "s.id OPERATOR(pg_catalog.=) $1", 1, {INT4OID}, NULL
 	};
+	Datum		value = Int32GetDatum(only);
 	LoadedSubscription *loaded;
 	uint64		nrows;
 	bool		isnull;
 	int			i;
 
-	nrows = outbox_execute_snapshot(&load, NULL, NULL, SPI_OK_SELECT, snapshot);
+	nrows = outbox_execute_snapshot(only != 0 ? &load_one : &load, &value, NULL, SPI_OK_SELECT, snapshot);
 	if (nrows == 0)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
@@ -312,12 +315,12 @@ make_tables(RouteCache *rc, LoadedSubscription *loaded)
 }
 
 /*
- * Read all subscriptions, by the given snapshot or, when that is invalid, by a
+ * Read all subscriptions, or only one if that is not 0, by the given snapshot or, when that is invalid, by a
  * new one.  The cache is made below the current context and
  * moved to the top when it is whole, so that an error leaves nothing behind.
  */
 RouteCache *
-outbox_route_load(Snapshot snapshot)
+outbox_route_load(Snapshot snapshot, int32 only)
 {
 	MemoryContext context;
 	MemoryContext work;
@@ -332,7 +335,7 @@ outbox_route_load(Snapshot snapshot)
 	old = MemoryContextSwitchTo(work);
 	rc = MemoryContextAllocZero(context, sizeof(RouteCache));
 	rc->context = context;
-	loaded = load_subscriptions(&rc->version, &rc->nsubs, snapshot);
+	loaded = load_subscriptions(&rc->version, &rc->nsubs, snapshot, only);
 
 	MemoryContextSwitchTo(context);
 	rc->subs = MemoryContextAllocHuge(context, ((Size) rc->nsubs + 1) * sizeof(OutboxSubscription));
