@@ -39,8 +39,8 @@ OBJS = \
 	src/notify.o \
 	src/owners.o \
 	src/pass.o \
-	src/prune.o \
 	src/poll.o \
+	src/prune.o \
 	src/record.o \
 	src/redo.o \
 	src/relay.o \

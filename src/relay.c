@@ -51,7 +51,7 @@ static int	troubles = 0;		/* passes over fresh events in trouble, in a
 static int	retry_troubles = 0; /* the same of retries */
 static bool retried = false;	/* the last turn was one of retries */
 static TimestampTz backoff_until = 0;
-static bool passed = false;		/* the last turn was a pass */
+static bool passed = false;		/* since retention was asked */
 
 /* Post what was taken and not finished; at exit, or when a pass failed. */
 static void
