@@ -80,19 +80,26 @@ step_in_transaction(void)
 }
 
 /*
- * A step has failed, and the cycle is back where it was before.  An event that
- * cannot be deleted is found by deleting one by one; anything else is waited
- * for, longer each time.
+ * A step has failed in a phase, and the cycle is back where it was before.  An
+ * event that cannot be deleted is found by deleting one by one.  False: that is
+ * not what has happened.
  */
-static void
-handle_failure(OutboxDatabase *db, ErrorData *edata)
+static bool
+be_careful(OutboxRetention *state, ErrorData *edata, OutboxRetentionPhase phase)
 {
-	if (!cycle.careful && cycle.phase == OUTBOX_RETENTION_EVENTS &&
-		!outbox_retention_trouble(edata->sqlerrcode))
-	{
-		cycle.careful = true;
+	if (state->careful || phase != OUTBOX_RETENTION_EVENTS ||
+		outbox_retention_trouble(edata->sqlerrcode))
+		return false;
+	state->careful = true;
+	return true;
+}
+
+/* A step of the relay has failed: anything else is waited for, longer each time. */
+static void
+handle_failure(OutboxDatabase *db, ErrorData *edata, OutboxRetentionPhase phase)
+{
+	if (be_careful(&cycle, edata, phase))
 		return;
-	}
 	troubles++;
 	wait_until = TimestampTzPlusMilliseconds(GetCurrentTimestamp(), outbox_retry_wait_ms(troubles));
 	show(db, 0, 0, false, outbox_error_text(edata, false));
@@ -122,6 +129,7 @@ run_step(OutboxDatabase *db)
 	MemoryContext context = CurrentMemoryContext;
 	TimestampTz began = GetCurrentTimestamp();
 	ErrorData  *edata = NULL;
+	OutboxRetentionPhase phase;
 	volatile bool more = false;
 
 	if (!under_way)
@@ -137,14 +145,15 @@ run_step(OutboxDatabase *db)
 		edata = outbox_catch_error(context);
 		outbox_worker_abort();
 		MemoryContextSwitchTo(context);
-		cycle = saved;
 	}
 	PG_END_TRY();
 	stepped_at = GetCurrentTimestamp();
 	step_us = Max(stepped_at - began, 0);
 	if (edata != NULL)
 	{
-		handle_failure(db, edata);
+		phase = cycle.phase;
+		cycle = saved;
+		handle_failure(db, edata, phase);
 		return;
 	}
 	troubles = 0;
@@ -260,11 +269,11 @@ prune_and_commit(OutboxRetention *state, bool *allowed)
 	outbox_become_caller(&owner);
 	if (edata != NULL)
 	{
+		OutboxRetentionPhase phase = state->phase;
+
 		*state = saved;
-		if (state->careful || state->phase != OUTBOX_RETENTION_EVENTS ||
-			outbox_retention_trouble(edata->sqlerrcode))
+		if (!be_careful(state, edata, phase))
 			ReThrowError(edata);
-		state->careful = true;
 		step.more = true;
 	}
 	SPI_commit();
