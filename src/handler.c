@@ -311,6 +311,7 @@ void
 outbox_handler_run(const OutboxConsumer *consumer, Datum event, int attempt)
 {
 	check_before_run(consumer);
+	ResetSequenceCaches();		/* lastval() must not tell of our sequences */
 	current_attempt = attempt;
 	PG_TRY();
 	{

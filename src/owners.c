@@ -23,6 +23,7 @@
 #include "miscadmin.h"
 #include "postmaster/bgworker.h"
 #include "utils/acl.h"
+#include "utils/builtins.h"
 #include "utils/memutils.h"
 #include "utils/syscache.h"
 
@@ -126,6 +127,41 @@ owned_subscriptions(void)
 }
 
 /*
+ * The roles of jobs that were held by runners when the server, or its shared
+ * memory, started: these have ended with it, and the first runner of the role
+ * fails them.  As oids, in the current memory context.
+ */
+static List *
+orphaned_owners(void)
+{
+	static OutboxPlan find = {
+		"SELECT DISTINCT s.owner_oid FROM outbox.jobs j"
+		" JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id"
+		" WHERE j.claim IS NOT NULL AND j.done_at IS NULL AND j.dead_at IS NULL"
+		" AND pg_catalog.starts_with(j.holder, 'outbox runner ')"
+		" AND NOT pg_catalog.starts_with(j.holder, $2)"
+		" AND s.handler IS NOT NULL AND s.paused_at IS NULL"
+		" AND (SELECT true FROM outbox.armed a"
+		" WHERE a.database OPERATOR(pg_catalog.=) $1 AND a.stopped_at IS NULL)",
+		2, {OIDOID, TEXTOID}, NULL
+	};
+	Datum		values[2];
+	List	   *result = NIL;
+	bool		isnull;
+	int			n;
+	int			i;
+
+	values[0] = ObjectIdGetDatum(MyDatabaseId);
+	values[1] = CStringGetTextDatum(psprintf("outbox runner " INT64_FORMAT "/",
+											 outbox_shared->epoch));
+	n = (int) outbox_execute(&find, values, NULL, SPI_OK_SELECT);
+	for (i = 0; i < n; i++)
+		result = lappend_oid(result, DatumGetObjectId(outbox_spi_value(i, 1, &isnull)));
+	SPI_freetuptable(SPI_tuptable);
+	return result;
+}
+
+/*
  * Tell the launcher and the runners who has something to do and when, and
  * return the subscriptions of which jobs are due that nobody can handle, in
  * the current memory context.
@@ -135,12 +171,14 @@ tell_owners(void)
 {
 	MemoryContext context = CurrentMemoryContext;
 	List	   *broken = NIL;
+	List	   *orphaned;
 	ListCell   *lc;
 
 	outbox_worker_begin("looking for jobs of handlers");
 	MemoryContextSwitchTo(context);
 	if (outbox_lock_extension())
 	{
+		orphaned = orphaned_owners();
 		foreach(lc, owned_subscriptions())
 		{
 			OwnedSubscription *sub = lfirst(lc);
@@ -148,7 +186,9 @@ tell_owners(void)
 			char	   *error = owner_error(sub->owner, sub->owner_oid, &rests);
 
 			if (error == NULL && !rests)
-				outbox_want_runner(sub->owner_oid, sub->due);
+				outbox_want_runner(sub->owner_oid,
+								   list_member_oid(orphaned, sub->owner_oid) ?
+								   GetCurrentTimestamp() : sub->due);
 			else
 				outbox_want_nothing(sub->owner_oid);
 			if (error != NULL && sub->due <= GetCurrentTimestamp())

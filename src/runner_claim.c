@@ -34,6 +34,7 @@ static OutboxRunnerSubscription *subs = NULL;
 static int	last = 0;			/* number of the one that was served last */
 static int64 version = -1;		/* under which they were read; -1: not yet */
 static MemoryContext subs_context = NULL;
+static NameData role_name;		/* of the role, as it was last; "": none */
 
 /* The subscription with an id; NULL when there is none to be served */
 OutboxRunnerSubscription *
@@ -52,13 +53,24 @@ outbox_run_find(int32 id)
 /*
  * The first thing in each transaction: see that the extension is there, and
  * become its owner.  False: it is gone.
+ *
+ * Where the role has been dropped or has another name, no subscription is its
+ * own any more, which the version of their set does not tell.
  */
 bool
 outbox_run_enter(OutboxOwnerContext *context)
 {
+	char	   *name;
+
 	outbox_run.gone = !outbox_lock_extension();
 	if (outbox_run.gone)
 		return false;
+	name = GetUserNameFromId(outbox_run.role, true);
+	if (name == NULL || strcmp(name, NameStr(role_name)) != 0)
+	{
+		namestrcpy(&role_name, name ? name : "");
+		version = -1;
+	}
 	outbox_run.refused = superuser_arg(outbox_run.role) && !outbox_superuser_handlers;
 	outbox_become_owner(context);
 	outbox_pin_planner();
@@ -126,24 +138,17 @@ outbox_run_load(int64 wanted)
 	MemoryContext context;
 	MemoryContext old;
 	OutboxRunnerSubscription *loaded;
-	NameData	name;
 	Datum		values[2];
-	char	   *role;
-	int			n = 0;
+	int			n;
 	int			i;
 
 	if (wanted == version)
 		return;
 	context = AllocSetContextCreate(CurrentMemoryContext, "outbox runner subscriptions",
 									ALLOCSET_DEFAULT_SIZES);
-	role = GetUserNameFromId(outbox_run.role, true);
-	if (role != NULL)
-	{
-		namestrcpy(&name, role);
-		values[0] = ObjectIdGetDatum(outbox_run.role);
-		values[1] = NameGetDatum(&name);
-		n = (int) outbox_execute(&load, values, NULL, SPI_OK_SELECT);
-	}
+	values[0] = ObjectIdGetDatum(outbox_run.role);
+	values[1] = NameGetDatum(&role_name);
+	n = (int) outbox_execute(&load, values, NULL, SPI_OK_SELECT);
 	old = MemoryContextSwitchTo(context);
 	loaded = palloc0((n + 1) * sizeof(OutboxRunnerSubscription));
 	for (i = 0; i < n; i++)
