@@ -14,9 +14,9 @@
  * for those who wait.
  *
  * All of it only saves work.  A claim that gets less than it asked for looks
- * once more without the mark, unless it did so just before; how soon it may
- * depends on how long that took, so that these looks take a hundredth of the
- * time at most.
+ * once more without the mark.  When that last took long, because an old snapshot
+ * keeps what is done from being removed, it does so seldom: such looks take a
+ * fiftieth of the time at most.
  *
  * What is posted at the end of a transaction must not raise or allocate.
  * Prepared transactions post nothing: what they did is found without the mark.
@@ -34,8 +34,8 @@
 #define WINDOW 16				/* places where one may be */
 #define MAX_POSTS 32			/* remembered, for looks that are under way */
 #define MAX_MARKS 16			/* times at which something falls due */
-#define SWEEP_PAUSE_US 10000	/* between two looks without the mark */
-#define SWEEP_SHARE 100			/* of the time that they may take */
+#define SWEEP_CHEAP_US 2000		/* a look without the mark that took less */
+#define SWEEP_SHARE 50			/* of the time that dearer ones may take */
 #define SOON_US USECS_PER_SEC	/* who waits looks again by itself after that */
 #define FAST_US USECS_PER_SEC	/* a handler that takes less is fast */
 
@@ -521,7 +521,8 @@ outbox_hint_may_sweep(OutboxLook *look)
 	if (look->hint == NULL || !lock_hint(look->hint, look->subscription))
 		return true;
 	if (look->hint->swept_at > now ||
-		now - look->hint->swept_at >= Max(SWEEP_PAUSE_US, SWEEP_SHARE * look->hint->sweep_us))
+		look->hint->sweep_us < SWEEP_CHEAP_US ||
+		now - look->hint->swept_at >= SWEEP_SHARE * look->hint->sweep_us)
 	{
 		look->hint->swept_at = now;
 		result = true;
@@ -538,7 +539,7 @@ outbox_hint_next_sweep(const OutboxLook *look)
 
 	if (look->hint != NULL && lock_hint(look->hint, look->subscription))
 	{
-		result = look->hint->swept_at + Max(SWEEP_PAUSE_US, SWEEP_SHARE * look->hint->sweep_us);
+		result = look->hint->swept_at + SWEEP_SHARE * look->hint->sweep_us;
 		SpinLockRelease(&look->hint->mutex);
 	}
 	return result;
