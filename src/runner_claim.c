@@ -19,6 +19,7 @@
 #include "access/xact.h"
 #include "catalog/pg_type.h"
 #include "miscadmin.h"
+#include "storage/proc.h"
 #include "utils/builtins.h"
 #include "utils/guc.h"
 #include "utils/memutils.h"
@@ -79,8 +80,9 @@ outbox_run_enter(OutboxOwnerContext *context)
 
 /*
  * Begin a transaction of our own statements, which must see what others have
- * committed whatever the role has set, and be durable before a handler starts.
- * Become the owner of the extension.  False: the extension is gone.
+ * committed and wait for locks whatever the role has set, and be durable before
+ * a handler starts.  Become the owner of the extension.  False: the extension
+ * is gone.
  */
 bool
 outbox_run_begin(const char *activity, OutboxOwnerContext *context)
@@ -99,6 +101,9 @@ outbox_run_begin(const char *activity, OutboxOwnerContext *context)
 	PG_END_TRY();
 	if (synchronous_commit != SYNCHRONOUS_COMMIT_LOCAL_FLUSH)
 		(void) set_config_option("synchronous_commit", "local", PGC_USERSET, PGC_S_SESSION,
+								 GUC_ACTION_LOCAL, true, 0, false);
+	if (LockTimeout != 0)
+		(void) set_config_option("lock_timeout", "0", PGC_USERSET, PGC_S_SESSION,
 								 GUC_ACTION_LOCAL, true, 0, false);
 	MemoryContextSwitchTo(outbox_run.context);
 	return outbox_run_enter(context);

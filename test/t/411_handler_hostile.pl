@@ -293,7 +293,7 @@ sql(q{
 	ALTER ROLE low SET default_transaction_isolation = 'serializable';
 	ALTER ROLE low SET enable_indexscan = off; ALTER ROLE low SET enable_nestloop = off;
 	ALTER ROLE low SET search_path = app; ALTER ROLE low SET synchronous_commit = off;
-	ALTER ROLE low SET statement_timeout = '1ms'; ALTER ROLE low SET idle_in_transaction_session_timeout = '1ms';
+	ALTER ROLE low SET statement_timeout = '1ms'; ALTER ROLE low SET lock_timeout = '1ms'; ALTER ROLE low SET idle_in_transaction_session_timeout = '1ms';
 	ALTER ROLE low SET default_transaction_read_only = on; ALTER ROLE low SET row_security = off;
 	ALTER ROLE low SET role = 'middle';
 	SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE backend_type = 'outbox runner'});
@@ -441,17 +441,30 @@ pass('given to another, they are done');
 
 # Handlers of superusers
 sql(q{CREATE SCHEMA root; CREATE TABLE root.effects (seq bigint, role name DEFAULT current_user);
-	CREATE FUNCTION root.f(e outbox.event) RETURNS void LANGUAGE sql AS $$ INSERT INTO root.effects VALUES (e.seq) $$;
+	CREATE FUNCTION root.f(e outbox.event) RETURNS void LANGUAGE plpgsql AS $$
+	BEGIN
+		INSERT INTO root.effects (seq, role) VALUES (e.seq, current_user || ' ' || session_user);
+		EXECUTE COALESCE(e.payload->>'sql', 'SELECT');
+	END $$;
 	SELECT outbox.subscribe('root', '{root.*}', handler => 'root.f')});
 $seq = record('root.a');
 wait_job($seq, 'done');
-is(sql('SELECT role FROM root.effects'), $super, 'a superuser may have handlers');
+is(sql('SELECT role FROM root.effects'), "$super $super", 'a superuser may have handlers');
+foreach my $become ('SET SESSION AUTHORIZATION low', 'SET ROLE low', 'SET SESSION AUTHORIZATION low; SET ROLE middle', 'SET SESSION AUTHORIZATION low; SELECT 1 / 0')
+{
+	wait_for($node, 'the one before', q{SELECT count(*) = 0 FROM outbox.job_status WHERE state IN ('waiting', 'running')});
+	sql("SELECT outbox.record('root.become', payload => jsonb_build_object('sql', '$become'))");
+	$seq = record('root.after');
+	wait_job($seq, 'done');
+}
+is(sql('SELECT DISTINCT role FROM root.effects'), "$super $super", 'and whoever they become, the next one is its own again');
+sql('DELETE FROM root.effects');
 set_conf($node, 'outbox.superuser_handlers' => 'off');
 my ($rc, $out, $err) = $node->psql('postgres', q{SELECT outbox.subscribe('root2', handler => 'root.f')});
 like($err, qr/handlers of superusers are not run/, 'unless that is turned off');
 $seq = record('root.b');
 runs_on('a superuser that may not');
-is(sql('SELECT count(*) FROM root.effects'), '1', 'then none runs');
+is(sql('SELECT count(*) FROM root.effects'), '0', 'then none runs');
 set_conf($node, 'outbox.superuser_handlers' => 'on');
 wait_job($seq, 'done');
 pass('turned on again, they are done');
