@@ -165,7 +165,7 @@ GRANT CONNECT ON DATABASE outbox_handler TO PUBLIC;
 SELECT CASE WHEN current_setting('server_version_num')::int < 170000
 	THEN o = '42501: role "outbox_handler_nologin" may not log in, as its handlers have to before PostgreSQL 17 / Give it LOGIN; without a password nobody else can log in as that role.'
 	ELSE o = 'returned true' END AS as_expected
-FROM pg_temp.outcome($$subscribe('n', handler => 'app.note') > 0$$, 'outbox_handler_nologin') o;
+FROM pg_temp.outcome($$subscribe('n', '{n.*}', handler => 'app.note') > 0$$, 'outbox_handler_nologin') o;
 
 -- Given to another, who must be able to run it too.
 SELECT n, role, command, pg_temp.outcome(command, 'outbox_handler_' || role) AS outcome
