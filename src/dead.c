@@ -57,6 +57,11 @@ put_subject_in_line(const OutboxConsumer *consumer, int64 subject_key)
 
 		if (DatumGetBool(outbox_spi_value(i, 2, &isnull)) && until > now)
 			earliest = Max(earliest, until);
+		else
+		{
+			/* a claim may pass over it meanwhile */
+			outbox_hint_note_abort(consumer->id, until, outbox_handler_owner(consumer));
+		}
 	}
 	outbox_free_subject(consumer, subject_key, earliest);
 }

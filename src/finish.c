@@ -241,11 +241,12 @@ outbox_complete_job(int64 job, int64 claim, Oid caller)
 		" WHERE j.id OPERATOR(pg_catalog.=) $1 AND j.claim OPERATOR(pg_catalog.=) $2"
 		" AND j.done_at IS NULL AND j.dead_at IS NULL"
 		" AND s.id OPERATOR(pg_catalog.=) j.subscription_id"
-		" RETURNING j.subject_key," OUTBOX_CONSUMER_COLUMNS,
+		" RETURNING j.subject_key, j.due_at," OUTBOX_CONSUMER_COLUMNS,
 		3, {INT8OID, INT8OID, TIMESTAMPTZOID}, NULL
 	};
 	OutboxConsumer consumer;
 	Datum		values[3];
+	TimestampTz due;
 	Datum		key;
 	bool		isnull;
 
@@ -258,9 +259,11 @@ outbox_complete_job(int64 job, int64 claim, Oid caller)
 			return false;
 		lease_lost(job);
 	}
+	due = DatumGetTimestampTz(outbox_spi_value(0, 2, &isnull));
 	key = outbox_spi_value(0, 1, &isnull);
-	outbox_consumer_from_row(0, 2, &consumer);
+	outbox_consumer_from_row(0, 3, &consumer);
 	outbox_check_consumer(&consumer, caller);
+	outbox_hint_note_abort(consumer.id, due, outbox_handler_owner(&consumer));
 	if (consumer.ordered && !isnull)
 		outbox_free_subject(&consumer, DatumGetInt64(key), 0);
 	outbox_hint_note_done(consumer.id, 1);
@@ -420,8 +423,9 @@ compare_subjects(const void *a, const void *b)
 
 /*
  * See to what follows from jobs that were completed: the last result, of which
- * column 2 is the subject's key and those of a consumer follow.  In the order
- * of the subjects, so that two callers do not meet crosswise.
+ * columns 1 and 2 are the due time and the subject's key, and those of a consumer
+ * follow.  In the order of the subjects, so that two callers do not meet
+ * crosswise.
  */
 static void
 completed_many(int n, Oid caller)
@@ -438,6 +442,7 @@ completed_many(int n, Oid caller)
 		bool		isnull;
 		int32		id = DatumGetInt32(outbox_spi_value(i, 3, &isnull));
 		Datum		key = outbox_spi_value(i, 2, &isnull);
+		bool		due_isnull;
 		int			c;
 
 		/* the jobs of one claim are of one subscription, as a rule */
@@ -450,6 +455,8 @@ completed_many(int n, Oid caller)
 			nconsumers++;
 		}
 		done[c]++;
+		outbox_hint_note_abort(id, DatumGetTimestampTz(outbox_spi_value(i, 1, &due_isnull)),
+							   outbox_handler_owner(&consumers[c]));
 		if (consumers[c].ordered && !isnull)
 		{
 			subjects[nsubjects].consumer = c;
@@ -475,7 +482,7 @@ PG_FUNCTION_INFO_V1(outbox_complete_many);
 Datum
 outbox_complete_many(PG_FUNCTION_ARGS)
 {
-#define COMPLETED " RETURNING j.id, j.subject_key," OUTBOX_CONSUMER_COLUMNS
+#define COMPLETED " RETURNING j.due_at, j.subject_key," OUTBOX_CONSUMER_COLUMNS
 	static OutboxPlan all = {
 		"UPDATE outbox.jobs j SET done_at = $2 FROM outbox.subscriptions s"
 		" WHERE j.claim OPERATOR(pg_catalog.=) $1 AND j.done_at IS NULL AND j.dead_at IS NULL"

@@ -263,7 +263,10 @@ hold_back(OutboxEvent *events, int nevents, bool only_own)
 
 		target->due_at = DT_NOEND;
 		if (due != DT_NOEND)
+		{
 			outbox_hint_note(target->sub->id, due, target->sub->handler_owner);
+			outbox_hint_note_abort(target->sub->id, due, target->sub->handler_owner);
+		}
 	}
 	SPI_freetuptable(SPI_tuptable);
 }
