@@ -559,8 +559,8 @@ CREATE VIEW outbox.event_status WITH (security_barrier) AS
 		LEFT JOIN LATERAL (
 			SELECT f.key AS subscription, f.value::bigint AS job,
 				CASE WHEN j.id IS NULL THEN 'pruned'
+					WHEN j.done_at IS NOT NULL AND j.cancelled IS NULL THEN 'done'
 					WHEN s.id IS NULL OR j.cancelled THEN 'cancelled'
-					WHEN j.done_at IS NOT NULL THEN 'done'
 					WHEN j.dead_at IS NOT NULL THEN 'dead'
 					WHEN j.claim IS NOT NULL AND j.due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
 					WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
