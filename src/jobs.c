@@ -85,7 +85,8 @@ coalesce(OutboxEvent *events, int nevents)
 			OutboxTarget *target = &events[i].targets[j];
 
 			target->covered_by = NULL;
-			target->due_at = events[i].not_before;
+			/* infinity means something else here */
+			target->due_at = Min(events[i].not_before, END_TIMESTAMP - 1);
 			if (target->sub->coalescing && events[i].subject != NULL && !target->filter_pending)
 				n++;
 		}

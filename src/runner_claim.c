@@ -27,6 +27,13 @@
 #define EMPTY_PAUSE_US 100000	/* first wait after a claim in vain */
 #define MAX_EMPTY_DOUBLES 6
 
+/*
+ * A handler has as long as the lease of its subscription; the job is held a
+ * little longer, so that the runner can end it and say so before another finds
+ * the job due.
+ */
+#define LEASE_MARGIN_US (3 * USECS_PER_SEC)
+
 /* A handler that takes longer lets others help with the first job already */
 #define QUICK_US 20000
 
@@ -222,7 +229,7 @@ claim_of(OutboxRunnerSubscription *sub, OutboxHeldJob *job)
 
 	claim.consumer = &sub->consumer;
 	claim.max_jobs = 1;
-	claim.lease = sub->consumer.lease;
+	claim.lease = sub->consumer.lease + LEASE_MARGIN_US;
 	claim.holder = outbox_run.holder;
 	claim.only_armed = true;
 	outbox_claim_jobs(&claim);
@@ -243,7 +250,7 @@ claim_of(OutboxRunnerSubscription *sub, OutboxHeldJob *job)
 	job->seq = claim.jobs[0].seq;
 	job->claim = claim.claim;
 	job->attempt = claim.jobs[0].attempt;
-	job->leased_until = claim.leased_until;
+	job->leased_until = claim.leased_until - LEASE_MARGIN_US;
 	job->subscription = sub->consumer.id;
 	job->ordered = sub->consumer.ordered;
 
