@@ -194,7 +194,7 @@ like(job($seq), qr/\Adead\|1\|57014: handler did not end within its lease/, 'one
 is(pid_of(), $before, 'all in one process');
 $seq = run_sql('SELECT app.stubborn()', 'short.d');
 wait_job($seq, 'dead');
-is(job($seq), 'dead|1|attempt 1 did not return before its lease ended', 'one that does not end at all is ended with its process');
+like(job($seq), qr{\Adead\|1\|attempt 1 did not return}, 'one that does not end at all is ended with its process');
 isnt(pid_of(), $before, 'another goes on');
 sql(q{SET ROLE low; CREATE FUNCTION app.sleeps() RETURNS trigger LANGUAGE plpgsql AS $$
 	BEGIN
@@ -481,7 +481,9 @@ pass('DROP EXTENSION ends what runs');
 $node->safe_psql('other', q{CREATE EXTENSION outbox; CREATE FUNCTION f(e outbox.event) RETURNS void LANGUAGE plpgsql AS $$ BEGIN DROP EXTENSION outbox CASCADE; END $$;
 	SELECT outbox.subscribe('x', '{x.*}', handler => 'public.f', max_attempts => 1); SELECT outbox.record('x.a')});
 wait_for($node, 'a failure', q{SELECT count(*) = 1 FROM outbox.dead_jobs}, 'other');
-like($node->safe_psql('other', 'SELECT last_error FROM outbox.dead_jobs'), qr/extension "outbox" is not installed|does not exist/, 'a handler that drops the extension fails, and does not drop it');
+# who looks meanwhile may be in its way
+like($node->safe_psql('other', 'SELECT last_error FROM outbox.dead_jobs'), qr/extension "outbox" is not installed|does not exist|deadlock detected/, 'a handler that drops the extension fails');
+is($node->safe_psql('other', q{SELECT count(*) FROM pg_extension WHERE extname = 'outbox'}), '1', 'and does not drop it');
 
 # The server shuts down in the middle of a handler.
 my %shutdown = (
