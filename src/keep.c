@@ -94,7 +94,10 @@ outbox_keep_start(const char *type, const char *function,
 	return NULL;
 }
 
-/* Has a worker that we registered come to its end?  Then forget the handle. */
+/*
+ * Has a worker that we registered come to its end?  Then forget the handle; and
+ * if there was no room for another, there is now.
+ */
 bool
 outbox_keep_ended(BackgroundWorkerHandle **handle)
 {
@@ -103,7 +106,10 @@ outbox_keep_ended(BackgroundWorkerHandle **handle)
 	if (*handle != NULL && GetBackgroundWorkerPid(*handle, &pid) != BGWH_STOPPED)
 		return false;
 	if (*handle != NULL)
+	{
 		pfree(*handle);
+		no_room_until = 0;
+	}
 	*handle = NULL;
 	return true;
 }

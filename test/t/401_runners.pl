@@ -388,5 +388,20 @@ quick('DROP DATABASE shop', 'DROP DATABASE');
 wait_runners(0, 'no runner for a database that is gone', 'shop');
 handled(record('anna'), 'others go on');
 
+# One runner is all that max_worker_processes has room for
+$node->append_conf('postgresql.conf', "max_worker_processes = 3\nmax_logical_replication_workers = 0");
+$offset = -s $node->logfile;
+$node->restart;
+$node->safe_psql('postgres', q{TRUNCATE ran; INSERT INTO gates VALUES ('pace')});
+$node->safe_psql('postgres', q{
+	SELECT count(outbox.record(r || '.1', 'pace')) FROM generate_series(1, 25), unnest('{anna,bert}'::text[]) r});
+$start = time();
+wait_for($node, 'all to be handled', 'SELECT count(*) = 50 FROM ran');
+cmp_ok(time() - $start, '<', 11, 'roles share the only worker that there is room for, and nobody waits for nothing');
+is($node->safe_psql('postgres', q{
+	SELECT count(DISTINCT who) FROM (SELECT who FROM ran ORDER BY ended LIMIT 35) r}), 2, '... in turns');
+my $said = () = slurp_file($node->logfile, $offset) =~ /no background worker slot is free/g;
+is($said, 1, 'that there is no room is said once');
+
 $node->stop;
 done_testing();
