@@ -84,6 +84,7 @@ look(int64 seq)
 
 	values[0] = Int64GetDatum(seq);
 	outbox_become_owner(&owner);
+	outbox_spi_connect();		/* so that a long wait gathers no results */
 	if (outbox_execute(&state, values, NULL, SPI_OK_SELECT) > 0)
 	{
 		if (DatumGetBool(outbox_spi_value(0, 1, &isnull)))
@@ -91,7 +92,7 @@ look(int64 seq)
 		else if (DatumGetBool(outbox_spi_value(0, 2, &isnull)))
 			result = "poisoned";
 	}
-	outbox_become_caller(&owner);
+	outbox_end_change(&owner);
 	return result;
 }
 

@@ -29,7 +29,8 @@
 
 /*
  * A look at the jobs of a subscription: is one due?  If not, *again is when to
- * look again whatever the hints say.
+ * look again whatever the hints say.  Connected to SPI by itself, so that a long
+ * wait gathers no results.
  */
 static bool
 look_for_jobs(const char *name, int32 *id, bool *paused, TimestampTz *again)
@@ -40,6 +41,7 @@ look_for_jobs(const char *name, int32 *id, bool *paused, TimestampTz *again)
 
 	outbox_become_owner(&context);
 	outbox_pin_planner();
+	outbox_spi_connect();
 	outbox_consumer_by_name(name, context.userid, &consumer);
 	*id = consumer.id;
 	*paused = consumer.paused;
@@ -50,7 +52,7 @@ look_for_jobs(const char *name, int32 *id, bool *paused, TimestampTz *again)
 	if (!consumer.paused)
 		result = outbox_look_for_jobs(&consumer, again);
 	*again = Min(*again, GetCurrentTimestamp() + (int64) outbox_sweep_interval * 1000);
-	outbox_become_caller(&context);
+	outbox_end_change(&context);
 	return result;
 }
 
@@ -175,6 +177,7 @@ look_idle(const char *name)
 
 	outbox_become_owner(&context);
 	outbox_pin_planner();
+	outbox_spi_connect();
 	if (name != NULL)
 	{
 		outbox_consumer_by_name(name, context.userid, &consumer);
@@ -187,7 +190,7 @@ look_idle(const char *name)
 		outbox_consumer_from_row(i, 1, &consumer);
 		idle = !outbox_may_change(consumer.owner, consumer.owner_oid, context.userid);
 	}
-	outbox_become_caller(&context);
+	outbox_end_change(&context);
 	return idle;
 }
 
