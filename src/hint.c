@@ -508,6 +508,16 @@ outbox_hint_begin(int32 subscription, OutboxLook *look)
 }
 
 /*
+ * How long after a dear look without the mark is the next one allowed?  It may
+ * have been dear because it waited for a lock, so not too long.
+ */
+static int64
+sweep_pause(const OutboxHint *hint)
+{
+	return Min(SWEEP_SHARE * hint->sweep_us, (int64) outbox_sweep_interval * 1000);
+}
+
+/*
  * The look has found less than it was for: may it look below the mark now?
  */
 bool
@@ -522,7 +532,7 @@ outbox_hint_may_sweep(OutboxLook *look)
 		return true;
 	if (look->hint->swept_at > now ||
 		look->hint->sweep_us < SWEEP_CHEAP_US ||
-		now - look->hint->swept_at >= SWEEP_SHARE * look->hint->sweep_us)
+		now - look->hint->swept_at >= sweep_pause(look->hint))
 	{
 		look->hint->swept_at = now;
 		result = true;
@@ -539,7 +549,7 @@ outbox_hint_next_sweep(const OutboxLook *look)
 
 	if (look->hint != NULL && lock_hint(look->hint, look->subscription))
 	{
-		result = look->hint->swept_at + SWEEP_SHARE * look->hint->sweep_us;
+		result = look->hint->swept_at + sweep_pause(look->hint);
 		SpinLockRelease(&look->hint->mutex);
 	}
 	return result;

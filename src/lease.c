@@ -102,6 +102,30 @@ lock_due(OutboxClaim *claim, TimestampTz from, TimestampTz to, int limit, Outbox
 }
 
 /*
+ * Nothing was known of the jobs of a subscription, and none is due now: say when
+ * the first of them will be, so that who waits need not wait for the next sweep.
+ * After a restart nobody else remembers when leases and waits end.
+ */
+static void
+post_next_due(const OutboxConsumer *consumer, TimestampTz now)
+{
+	static OutboxPlan next = {
+		"SELECT j.due_at" DUE_JOBS " ORDER BY j.due_at, j.id LIMIT 1",
+		3, {INT4OID, TIMESTAMPTZOID, TIMESTAMPTZOID}, NULL
+	};
+	Datum		values[3];
+	bool		isnull;
+
+	values[0] = Int32GetDatum(consumer->id);
+	values[1] = TimestampTzGetDatum(now);
+	values[2] = TimestampTzGetDatum(DT_NOEND - 1);
+	if (outbox_execute(&next, values, NULL, SPI_OK_SELECT) > 0)
+		outbox_hint_post(consumer->id, DatumGetTimestampTz(outbox_spi_value(0, 1, &isnull)),
+						 outbox_handler_owner(consumer));
+	SPI_freetuptable(SPI_tuptable);
+}
+
+/*
  * Lock up to limit jobs that are due now: above the mark of the hint first,
  * below it when that was not enough and it has not just been tried.  Then come
  * those that were held back when the subscription was ordered, if it is not any
@@ -127,6 +151,8 @@ lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
 	outbox_hint_end(&look, n < limit ? now : jobs[n - 1].due_at, n < limit);
 
 	swept = look.low == DT_NOBEGIN;
+	if (n < limit && swept)
+		post_next_due(consumer, now);
 	if (n < limit && !swept && outbox_hint_may_sweep(&look))
 	{
 		began = GetCurrentTimestamp();
@@ -324,7 +350,10 @@ outbox_look_for_jobs(const OutboxConsumer *consumer, TimestampTz *again)
 		found = outbox_execute(plan, values, NULL, SPI_OK_SELECT) > 0;
 	}
 	else
+	{
+		post_next_due(consumer, now);
 		found = false;
+	}
 	if (!found && !consumer->ordered)
 	{
 		/* as in lock_some */
