@@ -77,6 +77,7 @@ typedef struct OutboxLook
 	TimestampTz low;			/* nothing that can be claimed is due earlier */
 	uint32		nposts;			/* when the look began */
 	bool		advance;		/* the hint may be raised after this look */
+	bool		forgot;			/* ask the table what falls due next */
 } OutboxLook;
 
 /* hint.c */
@@ -91,6 +92,7 @@ extern bool outbox_hint_may_sweep(OutboxLook *look);
 extern TimestampTz outbox_hint_next_sweep(const OutboxLook *look);
 extern void outbox_hint_swept(OutboxLook *look, TimestampTz began);
 extern void outbox_hint_end(OutboxLook *look, TimestampTz bound, bool drained);
+extern void outbox_hint_next_due(OutboxLook *look, TimestampTz due);
 extern TimestampTz outbox_hint_next(int32 subscription);
 extern void outbox_hint_note_done(int32 subscription, int64 n);
 extern int64 outbox_hint_done(int32 subscription);

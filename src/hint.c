@@ -50,6 +50,7 @@ typedef struct OutboxHint
 	TimestampTz posts[MAX_POSTS];	/* number i at i % MAX_POSTS */
 	int			nmarks;
 	TimestampTz marks[MAX_MARKS];	/* sorted */
+	bool		forgot;			/* there may be more times than these */
 	TimestampTz swept_at;
 	int64		sweep_us;		/* what the last sweep took */
 	bool		watched;		/* perhaps somebody waits */
@@ -177,6 +178,7 @@ get_hint(int32 subscription)
 		hint->nposts = 0;
 		hint->nmarks = 1;
 		hint->marks[0] = DT_NOBEGIN;
+		hint->forgot = true;
 		hint->swept_at = 0;
 		hint->sweep_us = 0;
 		hint->watched = false;
@@ -200,9 +202,9 @@ lock_hint(OutboxHint *hint, int32 subscription)
 }
 
 /*
- * Add a time at which something may fall due.  When there are too many, the
- * two that are nearest to each other become the earlier one: a look too many
- * does no harm.  The caller holds the mutex.
+ * Add a time at which something may fall due.  When there are too many, of the
+ * two that are nearest to each other the later one is forgotten.  The caller
+ * holds the mutex.
  */
 static void
 add_mark(OutboxHint *hint, TimestampTz due)
@@ -231,6 +233,7 @@ add_mark(OutboxHint *hint, TimestampTz due)
 		memmove(marks + nearest + 1, marks + nearest + 2,
 				(n - nearest - 2) * sizeof(TimestampTz));
 		n--;
+		hint->forgot = true;
 	}
 	memcpy(hint->marks, marks, n * sizeof(TimestampTz));
 	hint->nmarks = n;
@@ -495,10 +498,12 @@ outbox_hint_begin(int32 subscription, OutboxLook *look)
 	look->low = DT_NOBEGIN;
 	look->advance = false;
 	look->nposts = 0;
+	look->forgot = true;
 	if (look->hint != NULL && lock_hint(look->hint, subscription))
 	{
 		look->hint->used_at = now;
 		look->nposts = look->hint->nposts;
+		look->forgot = look->hint->forgot;
 		look->advance = !IsolationUsesXactSnapshot();
 		/* a mark in the future comes from a clock that was set back */
 		if (look->hint->low <= now)
@@ -603,6 +608,22 @@ outbox_hint_end(OutboxLook *look, TimestampTz bound, bool drained)
 	if (low != DT_NOEND)
 		add_mark(hint, low);
 	SpinLockRelease(&hint->mutex);
+}
+
+/*
+ * Times had been forgotten when the look began, so it has asked the table what
+ * falls due next.  DT_NOEND: nothing.
+ */
+void
+outbox_hint_next_due(OutboxLook *look, TimestampTz due)
+{
+	if (look->hint == NULL || !lock_hint(look->hint, look->subscription))
+		return;
+	if (due != DT_NOEND)
+		add_mark(look->hint, due);
+	else if (look->hint->nposts == look->nposts)
+		look->hint->forgot = false;
+	SpinLockRelease(&look->hint->mutex);
 }
 
 /*

@@ -102,27 +102,30 @@ lock_due(OutboxClaim *claim, TimestampTz from, TimestampTz to, int limit, Outbox
 }
 
 /*
- * Nothing was known of the jobs of a subscription, and none is due now: say when
- * the first of them will be, so that who waits need not wait for the next sweep.
- * After a restart nobody else remembers when leases and waits end.
+ * Nothing more is due now, and shared memory does not know all times at which
+ * something will be: there were too many, or the server has started since.  Tell
+ * it the next one, so that who waits need not wait for a sweep.
  */
 static void
-post_next_due(const OutboxConsumer *consumer, TimestampTz now)
+look_ahead(const OutboxConsumer *consumer, OutboxLook *look, TimestampTz now)
 {
 	static OutboxPlan next = {
 		"SELECT j.due_at" DUE_JOBS " ORDER BY j.due_at, j.id LIMIT 1",
 		3, {INT4OID, TIMESTAMPTZOID, TIMESTAMPTZOID}, NULL
 	};
+	TimestampTz due = DT_NOEND;
 	Datum		values[3];
 	bool		isnull;
 
+	if (!look->forgot)
+		return;
 	values[0] = Int32GetDatum(consumer->id);
-	values[1] = TimestampTzGetDatum(now);
+	values[1] = TimestampTzGetDatum(now + 1);
 	values[2] = TimestampTzGetDatum(DT_NOEND - 1);
 	if (outbox_execute(&next, values, NULL, SPI_OK_SELECT) > 0)
-		outbox_hint_post(consumer->id, DatumGetTimestampTz(outbox_spi_value(0, 1, &isnull)),
-						 outbox_handler_owner(consumer));
+		due = DatumGetTimestampTz(outbox_spi_value(0, 1, &isnull));
 	SPI_freetuptable(SPI_tuptable);
+	outbox_hint_next_due(look, due);
 }
 
 /*
@@ -151,8 +154,8 @@ lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
 	outbox_hint_end(&look, n < limit ? now : jobs[n - 1].due_at, n < limit);
 
 	swept = look.low == DT_NOBEGIN;
-	if (n < limit && swept)
-		post_next_due(consumer, now);
+	if (n < limit)
+		look_ahead(consumer, &look, now);
 	if (n < limit && !swept && outbox_hint_may_sweep(&look))
 	{
 		began = GetCurrentTimestamp();
@@ -337,6 +340,7 @@ outbox_look_for_jobs(const OutboxConsumer *consumer, TimestampTz *again)
 	if (outbox_execute(plan, values, NULL, SPI_OK_SELECT) > 0)
 		return true;
 	outbox_hint_end(&look, now, true);
+	look_ahead(consumer, &look, now);
 	if (look.low != DT_NOBEGIN)
 	{
 		if (!outbox_hint_may_sweep(&look))
@@ -350,10 +354,7 @@ outbox_look_for_jobs(const OutboxConsumer *consumer, TimestampTz *again)
 		found = outbox_execute(plan, values, NULL, SPI_OK_SELECT) > 0;
 	}
 	else
-	{
-		post_next_due(consumer, now);
 		found = false;
-	}
 	if (!found && !consumer->ordered)
 	{
 		/* as in lock_some */
