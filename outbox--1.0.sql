@@ -541,7 +541,7 @@ CREATE VIEW outbox.blocked WITH (security_barrier) AS
 			SELECT h.* FROM outbox.jobs h
 			WHERE h.subscription_id OPERATOR(pg_catalog.=) s.id AND h.subject_key OPERATOR(pg_catalog.=) b.subject_key
 				AND h.done_at IS NULL AND h.dead_at IS NULL
-			ORDER BY h.id LIMIT 1) h
+			ORDER BY (h.dead_at IS NULL), h.id LIMIT 1) h
 		LEFT JOIN outbox.events e ON e.seq OPERATOR(pg_catalog.=) h.event_seq
 	WHERE s.ordered AND outbox.visible(s.owner, s.owner_oid);
 COMMENT ON VIEW outbox.blocked IS

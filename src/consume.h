@@ -101,6 +101,14 @@ extern bool outbox_hint_is_fast(int32 subscription);
 extern void outbox_hint_watch(int32 subscription);
 extern void outbox_hint_unwatch(void);
 
+/*
+ * Order of the unfinished jobs of a subject.  Index jobs_subject alone has it:
+ * by the id alone the planner might walk the primary key, or another index and
+ * sort, with a plan that it made while the table was small and keeps.
+ */
+#define OUTBOX_OLDEST_FIRST " ORDER BY (dead_at IS NULL), id"
+#define OUTBOX_YOUNGEST_FIRST " ORDER BY (dead_at IS NULL) DESC, id DESC"
+
 /* Columns of outbox.subscriptions s that make an OutboxConsumer */
 #define OUTBOX_CONSUMER_COLUMNS \
 	" s.id, s.name, s.owner, s.owner_oid, s.paused_at IS NOT NULL, s.ordered, s.handler, s.handler_oid," \

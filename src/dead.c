@@ -37,7 +37,7 @@ put_subject_in_line(const OutboxConsumer *consumer, int64 subject_key)
 		"SELECT j.due_at, j.claim IS NOT NULL FROM outbox.jobs j"
 		" WHERE j.subscription_id OPERATOR(pg_catalog.=) $1"
 		" AND j.subject_key OPERATOR(pg_catalog.=) $2 AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" AND j.due_at OPERATOR(pg_catalog.<) 'infinity' FOR SHARE",
+		" AND j.due_at OPERATOR(pg_catalog.<) 'infinity'" OUTBOX_OLDEST_FIRST " FOR SHARE",
 		2, {INT4OID, INT8OID}, NULL
 	};
 	TimestampTz now;

@@ -61,7 +61,7 @@ outbox_free_subject(const OutboxConsumer *consumer, int64 subject_key, Timestamp
 		" j.attempts OPERATOR(pg_catalog.=) 0 AND j.claim IS NULL"
 		" FROM outbox.jobs j WHERE j.subscription_id OPERATOR(pg_catalog.=) $1"
 		" AND j.subject_key OPERATOR(pg_catalog.=) $2 AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" ORDER BY j.id LIMIT 1",
+		OUTBOX_OLDEST_FIRST " LIMIT 1",
 		2, {INT4OID, INT8OID}, NULL
 	};
 	static OutboxPlan free_next = {
@@ -117,7 +117,7 @@ move_older(const OutboxConsumer *consumer, int64 subject_key, int64 id, Timestam
 		" WHERE id OPERATOR(pg_catalog.=) (SELECT j.id FROM outbox.jobs j"
 		" WHERE j.subscription_id OPERATOR(pg_catalog.=) $1"
 		" AND j.subject_key OPERATOR(pg_catalog.=) $2 AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" AND j.id OPERATOR(pg_catalog.<) $3 ORDER BY j.id LIMIT 1)"
+		" AND j.id OPERATOR(pg_catalog.<) $3" OUTBOX_OLDEST_FIRST " LIMIT 1)"
 		" AND attempts OPERATOR(pg_catalog.=) 0 AND claim IS NULL"
 		" AND done_at IS NULL AND dead_at IS NULL",
 		4, {INT4OID, INT8OID, INT8OID, TIMESTAMPTZOID}, NULL

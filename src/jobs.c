@@ -189,7 +189,7 @@ hold_back(OutboxEvent *events, int nevents, bool only_own)
 		" CROSS JOIN LATERAL (SELECT j.due_at FROM outbox.jobs j"
 		" WHERE j.subscription_id OPERATOR(pg_catalog.=) u.sub"
 		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" ORDER BY j.id DESC LIMIT 1 FOR SHARE SKIP LOCKED) o",
+		OUTBOX_YOUNGEST_FIRST " LIMIT 1 FOR SHARE SKIP LOCKED) o",
 		2, {INT4ARRAYOID, INT8ARRAYOID}, NULL
 	};
 	static OutboxPlan own = {
@@ -198,7 +198,7 @@ hold_back(OutboxEvent *events, int nevents, bool only_own)
 		" CROSS JOIN LATERAL (SELECT j.xmin FROM outbox.jobs j"
 		" WHERE j.subscription_id OPERATOR(pg_catalog.=) u.sub"
 		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" ORDER BY j.id DESC LIMIT 1) o WHERE o.xmin OPERATOR(pg_catalog.=) $3",
+		OUTBOX_YOUNGEST_FIRST " LIMIT 1) o WHERE o.xmin OPERATOR(pg_catalog.=) $3",
 		3, {INT4ARRAYOID, INT8ARRAYOID, XIDOID}, NULL
 	};
 	Ordered    *list;

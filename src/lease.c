@@ -63,10 +63,10 @@ read_job(int row, OutboxJob *job)
 	" AND j.done_at IS NULL AND j.dead_at IS NULL" \
 	" AND j.due_at OPERATOR(pg_catalog.>=) $2 AND j.due_at OPERATOR(pg_catalog.<=) $3"
 #define OLDEST_OF_SUBJECT \
-	" AND (j.subject_key IS NULL OR NOT EXISTS (SELECT FROM outbox.jobs b" \
+	" AND (j.subject_key IS NULL OR j.id OPERATOR(pg_catalog.=) (SELECT b.id FROM outbox.jobs b" \
 	" WHERE b.subscription_id OPERATOR(pg_catalog.=) j.subscription_id" \
 	" AND b.subject_key OPERATOR(pg_catalog.=) j.subject_key AND b.dead_at IS NULL" \
-	" AND b.done_at IS NULL AND b.id OPERATOR(pg_catalog.<) j.id))"
+	" AND b.done_at IS NULL" OUTBOX_OLDEST_FIRST " LIMIT 1))"
 #define NOT_AT_REST \
 	" AND (NOT $5 OR (SELECT true FROM outbox.armed a" \
 	" WHERE a.database OPERATOR(pg_catalog.=) $6 AND a.stopped_at IS NULL))"

@@ -301,7 +301,7 @@ set_dues(const Replay *replay, PutBack *jobs, int n, TimestampTz now)
 		"SELECT u.ord, o.own, (SELECT f.due_at FROM (SELECT j.due_at, j.claim, j.attempts"
 		" FROM outbox.jobs j WHERE j.subscription_id OPERATOR(pg_catalog.=) $3"
 		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" ORDER BY j.id LIMIT 1) f WHERE o.own IS NOT TRUE"
+		OUTBOX_OLDEST_FIRST " LIMIT 1) f WHERE o.own IS NOT TRUE"
 		" AND (f.claim IS NOT NULL OR f.attempts OPERATOR(pg_catalog.=) 0)"
 		" AND f.due_at OPERATOR(pg_catalog.<) 'infinity')"
 		" FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
@@ -309,7 +309,7 @@ set_dues(const Replay *replay, PutBack *jobs, int n, TimestampTz now)
 		" LEFT JOIN LATERAL (SELECT j.xmin OPERATOR(pg_catalog.=) $4 AS own FROM outbox.jobs j"
 		" WHERE j.subscription_id OPERATOR(pg_catalog.=) $3"
 		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" AND j.id OPERATOR(pg_catalog.<) u.id ORDER BY j.id DESC LIMIT 1) o ON true",
+		" AND j.id OPERATOR(pg_catalog.<) u.id" OUTBOX_YOUNGEST_FIRST " LIMIT 1) o ON true",
 		4, {INT8ARRAYOID, INT8ARRAYOID, INT4OID, XIDOID}, NULL
 	};
 	int64	   *keys = palloc(n * sizeof(int64));
