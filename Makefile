@@ -45,6 +45,7 @@ OBJS = \
 	src/redo.o \
 	src/relay.o \
 	src/replay.o \
+	src/replay_jobs.o \
 	src/retention.o \
 	src/retention_events.o \
 	src/rights.o \

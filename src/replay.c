@@ -12,11 +12,13 @@
  *
  * It may take long, so it holds nothing that others wait for: it locks jobs
  * that have come to an end, and events that are marked.  Only retention passes
- * over these, and another replay waits.
+ * over these, and another replay waits.  Of ordered subscriptions it locks jobs
+ * that wait, too, when older ones of their subject are put back in line: claims
+ * pass over them, as they will when it has committed.
  *
  *-------------------------------------------------------------------------
  */
-#include "consume.h"
+#include "replay.h"
 
 #include "access/xact.h"
 #include "catalog/namespace.h"
@@ -33,64 +35,6 @@
 
 #define STEP_EVENTS 1000		/* events of one step ... */
 #define STEP_JOBS 20000			/* ... unless they name more jobs than this */
-
-typedef struct Replay
-{
-	OutboxConsumer consumer;
-	TimestampTz since;
-	TimestampTz until;
-	int64		after;			/* seq up to which events have been looked at */
-	TimestampTz due;			/* earliest of what was put back; DT_NOEND:
-								 * none */
-	int64		njobs;
-} Replay;
-
-/* An event of a step */
-typedef struct Candidate
-{
-	OutboxEvent event;
-	int64	   *named;			/* jobs that it names */
-	int			nnamed;
-	int64		job;			/* that of the subscription; 0: none */
-	bool		finished;		/* which has come to an end */
-} Candidate;
-
-/* A job that is put back in line */
-typedef struct PutBack
-{
-	int64		id;
-	Datum		tid;
-	bool		keyed;
-	int64		key;			/* of scope and subject */
-	TimestampTz due;
-} PutBack;
-
-/* Order of seqs, and of ids */
-static int
-compare_int64(int64 a, int64 b)
-{
-	return (a > b) - (a < b);
-}
-
-/* By id */
-static int
-compare_put_back_ids(const void *a, const void *b)
-{
-	return compare_int64(((const PutBack *) a)->id, ((const PutBack *) b)->id);
-}
-
-/* By subject, then by id */
-static int
-compare_put_back(const void *a, const void *b)
-{
-	const PutBack *pa = a;
-	const PutBack *pb = b;
-	int			result = compare_int64(pa->keyed, pb->keyed);
-
-	if (result == 0)
-		result = compare_int64(pa->key, pb->key);
-	return result != 0 ? result : compare_int64(pa->id, pb->id);
-}
 
 /*
  * Wait until the passes that are under way have ended.  They may have claimed
@@ -166,7 +110,7 @@ check_committed(const OutboxConsumer *consumer)
 
 /* Read the next events; returns how many. */
 static int
-read_events(Replay *replay, Candidate **candidates, bool *more)
+read_events(OutboxReplay *replay, OutboxReplayEvent **candidates, bool *more)
 {
 	static OutboxPlan read = {
 		"SELECT e.seq, e.type, e.subject, e.scope, e.not_before, e.fanout FROM outbox.events e"
@@ -184,10 +128,10 @@ read_events(Replay *replay, Candidate **candidates, bool *more)
 	values[2] = TimestampTzGetDatum(replay->until);
 	values[3] = Int64GetDatum(STEP_EVENTS);
 	nrows = (int) outbox_execute(&read, values, NULL, SPI_OK_SELECT);
-	*candidates = palloc0((nrows + 1) * sizeof(Candidate));
+	*candidates = palloc0((nrows + 1) * sizeof(OutboxReplayEvent));
 	for (n = 0; n < nrows && nnamed < STEP_JOBS; n++)
 	{
-		Candidate  *candidate = &(*candidates)[n];
+		OutboxReplayEvent *candidate = &(*candidates)[n];
 		OutboxEvent *event = &candidate->event;
 		bool		isnull;
 		Datum		value;
@@ -209,7 +153,7 @@ read_events(Replay *replay, Candidate **candidates, bool *more)
 
 /* Leave those that match; returns how many. */
 static int
-match_events(Candidate *candidates, int n)
+match_events(OutboxReplayEvent *candidates, int n)
 {
 	OutboxEvent *events = palloc(n * sizeof(OutboxEvent));
 	int			nmatched = 0;
@@ -233,7 +177,7 @@ match_events(Candidate *candidates, int n)
  * since that may have had another name, or the name another subscription.
  */
 static void
-find_jobs(const Replay *replay, Candidate *candidates, int n)
+find_jobs(const OutboxReplay *replay, OutboxReplayEvent *candidates, int n)
 {
 	static OutboxPlan find = {
 		"SELECT j.id, j.done_at IS NOT NULL OR j.dead_at IS NOT NULL FROM outbox.jobs j"
@@ -273,7 +217,7 @@ find_jobs(const Replay *replay, Candidate *candidates, int n)
 
 	for (i = 0; i < n; i++)
 	{
-		Candidate  *candidate = &candidates[i];
+		OutboxReplayEvent *candidate = &candidates[i];
 
 		for (j = 0; j < candidate->nnamed; j++)
 		{
@@ -285,231 +229,6 @@ find_jobs(const Replay *replay, Candidate *candidates, int n)
 			candidate->finished = finished[found];
 		}
 	}
-}
-
-/*
- * When do jobs of an ordered subscription fall due?  Those of one subject that
- * are put back together wait behind the first of them, and that one behind an
- * older one of ours.  Else it is due now, or when the lease of one that runs
- * ends; the claim sees to the order.  No job of others is locked, so nothing
- * but a time may wait for one.
- */
-static void
-set_dues(const Replay *replay, PutBack *jobs, int n, TimestampTz now)
-{
-	static OutboxPlan look = {
-		"SELECT u.ord, o.own, (SELECT f.due_at FROM (SELECT j.due_at, j.claim, j.attempts"
-		" FROM outbox.jobs j WHERE j.subscription_id OPERATOR(pg_catalog.=) $3"
-		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
-		OUTBOX_OLDEST_FIRST " LIMIT 1) f WHERE o.own IS NOT TRUE"
-		" AND (f.claim IS NOT NULL OR f.attempts OPERATOR(pg_catalog.=) 0)"
-		" AND f.due_at OPERATOR(pg_catalog.<) 'infinity')"
-		" FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2))"
-		" WITH ORDINALITY AS u(key, id, ord)"
-		" LEFT JOIN LATERAL (SELECT j.xmin OPERATOR(pg_catalog.=) $4 AS own FROM outbox.jobs j"
-		" WHERE j.subscription_id OPERATOR(pg_catalog.=) $3"
-		" AND j.subject_key OPERATOR(pg_catalog.=) u.key AND j.dead_at IS NULL AND j.done_at IS NULL"
-		" AND j.id OPERATOR(pg_catalog.<) u.id" OUTBOX_YOUNGEST_FIRST " LIMIT 1) o ON true",
-		4, {INT8ARRAYOID, INT8ARRAYOID, INT4OID, XIDOID}, NULL
-	};
-	int64	   *keys = palloc(n * sizeof(int64));
-	int64	   *ids = palloc(n * sizeof(int64));
-	PutBack   **firsts = palloc(n * sizeof(PutBack *));
-	Datum		values[4];
-	int			nfirsts = 0;
-	int			i;
-
-	qsort(jobs, n, sizeof(PutBack), compare_put_back);
-	for (i = 0; i < n; i++)
-	{
-		if (!jobs[i].keyed)
-			continue;
-		if (i > 0 && jobs[i - 1].keyed && jobs[i - 1].key == jobs[i].key)
-		{
-			jobs[i].due = DT_NOEND;
-			continue;
-		}
-		firsts[nfirsts] = &jobs[i];
-		keys[nfirsts] = jobs[i].key;
-		ids[nfirsts++] = jobs[i].id;
-	}
-	if (nfirsts == 0)
-		return;
-	values[0] = outbox_id_array(keys, nfirsts);
-	values[1] = outbox_id_array(ids, nfirsts);
-	values[2] = Int32GetDatum(replay->consumer.id);
-	values[3] = TransactionIdGetDatum(GetCurrentTransactionId());
-	nfirsts = (int) outbox_execute(&look, values, NULL, SPI_OK_SELECT);
-	for (i = 0; i < nfirsts; i++)
-	{
-		bool		own_null;
-		bool		due_null;
-		int64		ord = DatumGetInt64(outbox_spi_value(i, 1, &own_null));
-		bool		own = DatumGetBool(outbox_spi_value(i, 2, &own_null));
-		Datum		due = outbox_spi_value(i, 3, &due_null);
-
-		if (!own_null && own)
-			firsts[ord - 1]->due = DT_NOEND;
-		else if (!due_null)
-			firsts[ord - 1]->due = Max(firsts[ord - 1]->due, DatumGetTimestampTz(due));
-	}
-	SPI_freetuptable(SPI_tuptable);
-}
-
-/* Lock those of some jobs that have come to an end; returns how many. */
-static int
-lock_finished(const Replay *replay, PutBack *jobs, int n)
-{
-	static OutboxPlan lock = {
-		"SELECT j.ctid, j.id FROM outbox.jobs j WHERE j.id OPERATOR(pg_catalog.=) ANY ($1)"
-		" AND j.subscription_id OPERATOR(pg_catalog.=) $2"
-		" AND (j.done_at IS NOT NULL OR j.dead_at IS NOT NULL) ORDER BY j.id FOR NO KEY UPDATE",
-		2, {INT8ARRAYOID, INT4OID}, NULL
-	};
-	int64	   *ids = palloc(n * sizeof(int64));
-	Datum		values[2];
-	int			nlocked;
-	int			i,
-				j = 0;
-
-	for (i = 0; i < n; i++)
-		ids[i] = jobs[i].id;
-	values[0] = outbox_id_array(ids, n);
-	values[1] = Int32GetDatum(replay->consumer.id);
-	nlocked = (int) outbox_execute(&lock, values, NULL, SPI_OK_SELECT);
-	for (i = 0; i < nlocked; i++)
-	{
-		bool		isnull;
-		int64		id = DatumGetInt64(outbox_spi_value(i, 2, &isnull));
-
-		while (jobs[j].id != id)
-			j++;
-		jobs[i] = jobs[j];
-		jobs[i].tid = outbox_spi_value(i, 1, &isnull);
-	}
-	return nlocked;
-}
-
-/* Put jobs that are locked back in line. */
-static void
-update_jobs(Replay *replay, PutBack *jobs, int n)
-{
-	static OutboxPlan update = {
-		"UPDATE outbox.jobs j SET done_at = NULL, dead_at = NULL, cancelled = NULL, claim = NULL,"
-		" holder = NULL, last_error = NULL, attempts = 0, filter_pending = NULL,"
-		" due_at = u.due, subject_key = u.key"
-		" FROM ROWS FROM (pg_catalog.unnest($1), pg_catalog.unnest($2), pg_catalog.unnest($3))"
-		" AS u(tid, due, key) WHERE j.ctid OPERATOR(pg_catalog.=) u.tid",
-		3, {TIDARRAYOID, TIMESTAMPTZARRAYOID, INT8ARRAYOID}, NULL
-	};
-	Datum	   *columns[3];
-	bool	   *nokey = palloc(n * sizeof(bool));
-	Datum		values[3];
-	int			i;
-
-	for (i = 0; i < 3; i++)
-		columns[i] = palloc(n * sizeof(Datum));
-	for (i = 0; i < n; i++)
-	{
-		columns[0][i] = jobs[i].tid;
-		columns[1][i] = TimestampTzGetDatum(jobs[i].due);
-		columns[2][i] = Int64GetDatum(jobs[i].key);
-		nokey[i] = !jobs[i].keyed;
-		replay->due = Min(replay->due, jobs[i].due);
-	}
-	values[0] = outbox_make_array(columns[0], NULL, n, TIDOID);
-	values[1] = outbox_make_array(columns[1], NULL, n, TIMESTAMPTZOID);
-	values[2] = outbox_make_array(columns[2], nokey, n, INT8OID);
-	if (outbox_execute(&update, values, NULL, SPI_OK_UPDATE) != (uint64) n)
-		elog(ERROR, "jobs were not where they were locked");
-	replay->njobs += n;
-}
-
-/* Which of some ids are those of no job? */
-static int
-find_gone(int64 *ids, int n)
-{
-	static OutboxPlan find = {
-		"SELECT j.id FROM outbox.jobs j WHERE j.id OPERATOR(pg_catalog.=) ANY ($1)",
-		1, {INT8ARRAYOID}, NULL
-	};
-	Datum		value = outbox_id_array(ids, n);
-	int64	   *there;
-	int			nthere = outbox_result_ids(outbox_execute(&find, &value, NULL, SPI_OK_SELECT), &there);
-	int			ngone = 0;
-	int			i;
-
-	for (i = 0; i < n; i++)
-	{
-		if (!outbox_has_id(there, nthere, ids[i]))
-			ids[ngone++] = ids[i];
-	}
-	return ngone;
-}
-
-/*
- * Put the jobs that have come to an end back in line, one that several events
- * name once.  Those that somebody has deleted meanwhile are forgotten.
- */
-static void
-put_back(Replay *replay, Candidate *candidates, int n)
-{
-	TimestampTz now = GetCurrentTimestamp();
-	PutBack    *jobs = palloc((n + 1) * sizeof(PutBack));
-	int64	   *rest = palloc((n + 1) * sizeof(int64));
-	int			njobs = 0;
-	int			nlocked;
-	int			nrest = 0;
-	int			i,
-				j;
-
-	for (i = 0; i < n; i++)
-	{
-		OutboxEvent *event = &candidates[i].event;
-		OutboxSubscription *sub = event->targets[0].sub;
-		PutBack    *job = &jobs[njobs];
-
-		if (candidates[i].job == 0 || !candidates[i].finished)
-			continue;
-		job->id = candidates[i].job;
-		job->keyed = (sub->ordered || sub->coalescing) && event->subject != NULL;
-		job->key = job->keyed ? outbox_subject_key(event->scope, event->subject) : 0;
-		job->due = Max(now, event->not_before);
-		njobs++;
-	}
-	if (njobs == 0)
-		return;
-	qsort(jobs, njobs, sizeof(PutBack), compare_put_back_ids);
-	for (i = 1, j = 1; i < njobs; i++)
-	{
-		if (jobs[i].id != jobs[i - 1].id)
-			jobs[j++] = jobs[i];
-	}
-	njobs = j;
-	for (i = 0; i < njobs; i++)
-		rest[i] = jobs[i].id;
-	nlocked = lock_finished(replay, jobs, njobs);
-	if (nlocked < njobs)
-	{
-		for (i = 0, j = 0; i < njobs; i++)
-		{
-			if (j < nlocked && jobs[j].id == rest[i])
-				j++;
-			else
-				rest[nrest++] = rest[i];
-		}
-		nrest = find_gone(rest, nrest);
-		for (i = 0; i < n; i++)
-		{
-			if (outbox_has_id(rest, nrest, candidates[i].job))
-				candidates[i].job = 0;
-		}
-	}
-	if (nlocked == 0)
-		return;
-	if (replay->consumer.ordered)
-		set_dues(replay, jobs, nlocked, now);
-	update_jobs(replay, jobs, nlocked);
 }
 
 /*
@@ -554,7 +273,7 @@ lock_events(OutboxEvent *events, int n)
  * now, or by its number, so that it goes with the event when its time comes.
  */
 static void
-name_jobs(const Replay *replay, OutboxEvent *events, int n)
+name_jobs(const OutboxReplay *replay, OutboxEvent *events, int n)
 {
 	static OutboxPlan name = {
 		"UPDATE outbox.events e SET fanout = COALESCE((SELECT pg_catalog.jsonb_build_object("
@@ -591,7 +310,7 @@ name_jobs(const Replay *replay, OutboxEvent *events, int n)
 
 /* Make jobs for the events that have none. */
 static void
-make_jobs(Replay *replay, Candidate *candidates, int n)
+make_jobs(OutboxReplay *replay, OutboxReplayEvent *candidates, int n)
 {
 	OutboxEvent *events = palloc((n + 1) * sizeof(OutboxEvent));
 	int			nevents = 0;
@@ -612,9 +331,9 @@ make_jobs(Replay *replay, Candidate *candidates, int n)
 
 /* Some events; false when there are no more. */
 static bool
-replay_step(Replay *replay)
+replay_step(OutboxReplay *replay)
 {
-	Candidate  *candidates;
+	OutboxReplayEvent *candidates;
 	bool		more;
 	int			n = read_events(replay, &candidates, &more);
 
@@ -623,7 +342,7 @@ replay_step(Replay *replay)
 	if (n > 0)
 	{
 		find_jobs(replay, candidates, n);
-		put_back(replay, candidates, n);
+		outbox_put_back(replay, candidates, n);
 		make_jobs(replay, candidates, n);
 	}
 	return more;
@@ -641,7 +360,7 @@ outbox_replay(PG_FUNCTION_ARGS)
 	MemoryContext caller = CurrentMemoryContext;
 	MemoryContext context;
 	OutboxOwnerContext owner;
-	Replay		replay = {0};
+	OutboxReplay replay = {0};
 	char	   *name;
 	bool		more;
 
