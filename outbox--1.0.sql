@@ -413,7 +413,7 @@ CREATE FUNCTION outbox.replay(subscription text, since timestamptz, until timest
 	RETURNS bigint
 	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_replay';
 COMMENT ON FUNCTION outbox.replay(text, timestamptz, timestamptz) IS
-	'makes jobs of a subscription for events that were fanned out in a time, are kept and match now; returns how many';
+	'makes jobs of a subscription for events that were fanned out in a time, are kept and match now; returns how many; an ordered subscription should be paused meanwhile';
 
 CREATE FUNCTION outbox.is_current(subscription text, subject text, scope text DEFAULT NULL) RETURNS boolean
 	LANGUAGE c VOLATILE PARALLEL UNSAFE AS 'MODULE_PATHNAME', 'outbox_is_current';

@@ -16,6 +16,10 @@
  * that wait, too, when older ones of their subject are put back in line: claims
  * pass over them, as they will when it has committed.
  *
+ * Nothing keeps a job that is made meanwhile, of an ordered subscription, from
+ * being claimed before older ones of its subject are put back in line, and so
+ * from running beside them, unless the subscription is paused.
+ *
  *-------------------------------------------------------------------------
  */
 #include "replay.h"
