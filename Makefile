@@ -18,6 +18,7 @@ OBJS = \
 	src/capture_value.o \
 	src/check.o \
 	src/check_jobs.o \
+	src/complete.o \
 	src/consumer.o \
 	src/control.o \
 	src/dead.o \
@@ -35,6 +36,8 @@ OBJS = \
 	src/keep_runners.o \
 	src/launcher.o \
 	src/lease.o \
+	src/lease_many.o \
+	src/lease_table.o \
 	src/limit.o \
 	src/notify.o \
 	src/owners.o \

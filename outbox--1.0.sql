@@ -160,6 +160,11 @@ COMMENT ON INDEX outbox.jobs_dead IS 'dead jobs by the time at which they died';
 CREATE SEQUENCE outbox.claims AS bigint;
 COMMENT ON SEQUENCE outbox.claims IS 'numbers of claims, which fence';
 
+-- One draw is good for a thousand claims.  No number of outbox.claims comes as far, and none of these is too large for
+-- a double.
+CREATE SEQUENCE outbox.claims_in_memory AS bigint INCREMENT BY 1000 MINVALUE 1000000000000001;
+COMMENT ON SEQUENCE outbox.claims_in_memory IS 'numbers of claims whose leases are kept in shared memory, a thousand at a time';
+
 CREATE TABLE outbox.routing (
 	version bigint NOT NULL,
 	single boolean PRIMARY KEY DEFAULT true CHECK (single)
@@ -186,6 +191,7 @@ SELECT pg_catalog.pg_extension_config_dump('outbox.subscriptions_id_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('outbox.jobs', '');
 SELECT pg_catalog.pg_extension_config_dump('outbox.jobs_id_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('outbox.claims', '');
+SELECT pg_catalog.pg_extension_config_dump('outbox.claims_in_memory', '');
 
 /*
  * Public types: what handlers, sinks and replays are given.  Attributes are
@@ -440,6 +446,19 @@ CREATE FUNCTION outbox.done_total(subscription_id int) RETURNS bigint
 COMMENT ON FUNCTION outbox.done_total(int) IS
 	'jobs of a subscription that were completed since the server started, from shared memory; for outbox.stat_subscription';
 
+CREATE FUNCTION outbox.leased(job bigint) RETURNS boolean
+	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_leased';
+COMMENT ON FUNCTION outbox.leased(bigint) IS
+	'whether the lease of a job is kept in shared memory; for the views, and for claims';
+
+CREATE FUNCTION outbox.leased_until(job bigint) RETURNS timestamptz
+	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_leased_until';
+COMMENT ON FUNCTION outbox.leased_until(bigint) IS 'when such a lease ends; null: there is none; for the views';
+
+CREATE FUNCTION outbox.lease_holder(job bigint) RETURNS text
+	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_lease_holder';
+COMMENT ON FUNCTION outbox.lease_holder(bigint) IS 'who has such a lease; null: there is none; for the views';
+
 /*
  * Keep house
  */
@@ -506,18 +525,22 @@ COMMENT ON INDEX outbox.events_poisoned IS 'events set aside';
 
 CREATE VIEW outbox.job_status WITH (security_barrier) AS
 	SELECT j.id AS job, s.name AS subscription, j.event_seq AS seq, x.state,
-		j.attempts, s.max_attempts,
-		CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN NULLIF(j.due_at, 'infinity') END AS due_at,
-		CASE WHEN x.state OPERATOR(pg_catalog.=) 'running' THEN j.due_at END AS leased_until,
-		j.holder, j.last_error, j.engine_id,
+		CASE WHEN l.until IS NULL THEN j.attempts ELSE LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1 END AS attempts,
+		s.max_attempts,
+		CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN COALESCE(l.until, NULLIF(j.due_at, 'infinity')) END AS due_at,
+		CASE WHEN x.state OPERATOR(pg_catalog.=) 'running' THEN COALESCE(l.until, j.due_at) END AS leased_until,
+		COALESCE(l.holder, j.holder) AS holder, j.last_error, j.engine_id,
 		CASE WHEN j.cancelled IS NULL THEN j.done_at END AS done_at, j.dead_at, j.created_at
 	FROM outbox.jobs j JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id
+		CROSS JOIN LATERAL (SELECT CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN outbox.leased_until(j.id) END AS until,
+			CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN outbox.lease_holder(j.id) END AS holder OFFSET 0) l
 		CROSS JOIN LATERAL (SELECT CASE
 			WHEN j.cancelled THEN 'cancelled'
 			WHEN j.done_at IS NOT NULL THEN 'done'
 			WHEN j.dead_at IS NOT NULL THEN 'dead'
 			WHEN j.claim IS NOT NULL AND j.due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
-			WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
+			WHEN l.until OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
+			WHEN j.attempts OPERATOR(pg_catalog.>) 0 OR l.until IS NOT NULL THEN 'retrying'
 			ELSE 'waiting' END AS state OFFSET 0) x
 	WHERE outbox.visible(s.owner, s.owner_oid);
 COMMENT ON VIEW outbox.job_status IS
@@ -572,13 +595,17 @@ CREATE VIEW outbox.event_status WITH (security_barrier) AS
 					WHEN s.id IS NULL OR j.cancelled THEN 'cancelled'
 					WHEN j.dead_at IS NOT NULL THEN 'dead'
 					WHEN j.claim IS NOT NULL AND j.due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
-					WHEN j.attempts OPERATOR(pg_catalog.>) 0 THEN 'retrying'
+					WHEN l.until OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() THEN 'running'
+					WHEN j.attempts OPERATOR(pg_catalog.>) 0 OR l.until IS NOT NULL THEN 'retrying'
 					ELSE 'waiting' END AS state,
-				j.attempts, j.last_error, COALESCE(j.done_at, j.dead_at) AS handled_at,
-				CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN NULLIF(j.due_at, 'infinity') END AS due_at
+				CASE WHEN l.until IS NULL THEN j.attempts ELSE LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1 END AS attempts,
+				j.last_error, COALESCE(j.done_at, j.dead_at) AS handled_at,
+				CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN COALESCE(l.until, NULLIF(j.due_at, 'infinity')) END AS due_at
 			FROM pg_catalog.jsonb_each_text(e.fanout) f
 				LEFT JOIN outbox.jobs j ON j.id OPERATOR(pg_catalog.=) f.value::bigint
 				LEFT JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id
+				CROSS JOIN LATERAL (SELECT CASE WHEN j.done_at IS NULL AND j.dead_at IS NULL THEN outbox.leased_until(j.id) END AS until
+					OFFSET 0) l
 			WHERE outbox.visible(s.owner, s.owner_oid)
 		) d ON true
 	WHERE d.job IS NOT NULL OR outbox.visible(NULL, NULL);
@@ -616,12 +643,12 @@ CREATE VIEW outbox.stat_subscription WITH (security_barrier) AS
 	FROM outbox.subscriptions s
 		LEFT JOIN pg_catalog.pg_roles o ON o.oid OPERATOR(pg_catalog.=) s.owner_oid AND o.rolname OPERATOR(pg_catalog.=) s.owner
 		CROSS JOIN LATERAL (
-			SELECT pg_catalog.count(*) FILTER (WHERE j.attempts OPERATOR(pg_catalog.=) 0) AS waiting,
+			SELECT pg_catalog.count(*) FILTER (WHERE j.attempts OPERATOR(pg_catalog.=) 0 AND NOT j.running) AS waiting,
 				pg_catalog.count(*) FILTER (WHERE j.running) AS running,
 				pg_catalog.count(*) FILTER (WHERE j.attempts OPERATOR(pg_catalog.>) 0 AND NOT j.running) AS retrying,
 				pg_catalog.min(j.created_at) AS oldest_waiting
 			FROM (SELECT created_at, attempts,
-					claim IS NOT NULL AND due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() AS running
+					claim IS NOT NULL AND due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() OR outbox.leased(id) AS running
 				FROM outbox.jobs
 				WHERE subscription_id OPERATOR(pg_catalog.=) s.id AND done_at IS NULL AND dead_at IS NULL
 				ORDER BY due_at, id LIMIT 100000) j

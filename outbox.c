@@ -54,6 +54,7 @@ _PG_init(void)
 	outbox_guc_init();
 	outbox_doorbell_init();
 	outbox_hint_init();
+	outbox_leases_init();		/* after the hints */
 
 	if (!process_shared_preload_libraries_in_progress)
 		return;

@@ -59,13 +59,32 @@ typedef struct OutboxClaim
 	int64		lease;			/* us */
 	const char *holder;
 	bool		only_armed;		/* a worker's: nothing while outbox rests */
+	bool		in_memory;		/* leases need not be written to the rows */
 
-	int64		claim;			/* number of the claim */
+	int64		claim;			/* number of the claim; 0: nothing is leased */
 	TimestampTz leased_until;
 	int			njobs;
 	OutboxJob  *jobs;			/* in the current context */
+	int			nmemory;		/* of them, the first are leased in memory ... */
+	int			memory;			/* ... by this number of lease_table.c */
+	int			entered;		/* the same for those that are not; -1: none yet */
 	bool		drained;		/* nothing more was due */
 } OutboxClaim;
+
+/* A lease that is kept in memory, or some of its jobs */
+typedef struct OutboxLease
+{
+	int32		subscription;
+	Oid			handler_owner;
+	int64		claim;
+	TimestampTz until;
+	TimestampTz first_due;		/* of its jobs, as their rows have it */
+	bool		rows;			/* others of the claim may be leased in their rows */
+	int			njobs;
+	int64	   *jobs;
+	ItemPointerData *tids;		/* where they were */
+	char		holder[256];
+} OutboxLease;
 
 /*
  * What a look at the jobs of a subscription may take for granted; see hint.c.
@@ -123,13 +142,48 @@ extern Oid	outbox_handler_owner(const OutboxConsumer *consumer);
 extern int64 outbox_interval_us(const Interval *interval, const char *argument, bool zero_ok);
 extern int64 outbox_retry_wait_us(const OutboxConsumer *consumer, int attempts);
 extern void outbox_pin_planner(void);
+extern void outbox_begin_call(OutboxOwnerContext *context);
+
+/* lease_table.c */
+extern Size outbox_leases_size(void);
+extern void outbox_leases_shmem(void *memory, bool found);
+extern void outbox_leases_init(void);
+extern bool outbox_lease_number(Oid sequence, int64 *number);
+extern void outbox_lease_numbers(Oid sequence, int64 next, int64 end);
+extern int	outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row);
+extern int	outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken);
+extern void outbox_lease_drop(int number, const OutboxJob *jobs, int n);
+extern void outbox_lease_keep(int number, int64 claim, TimestampTz until, const char *holder,
+							  bool rows);
+extern bool outbox_is_leased(Oid relid, int64 job);
+extern bool outbox_lease_of(Oid relid, int64 job, OutboxLease *result);
+extern bool outbox_lease_end(Oid relid, int64 claim, const int64 *wanted, int nwanted,
+							 OutboxLease *result);
+extern void outbox_lease_has_rows(Oid relid, int64 claim);
+extern int	outbox_lease_prolong(Oid relid, int64 claim, TimestampTz until, bool *rows);
+extern int32 outbox_lease_subscription(Oid relid, int64 claim);
+extern bool outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result);
+
+/* lease_many.c: as the owner of the extension, connected to SPI */
+extern Oid	outbox_jobs_relid(void);
+extern void outbox_begin_lease(OutboxClaim *claim);
+extern void outbox_claim_in_memory(OutboxClaim *claim);
+extern int	outbox_enter_jobs(OutboxClaim *claim, OutboxJob *jobs, int n);
+extern void outbox_settle_expired(const OutboxConsumer *consumer);
+extern void outbox_settle_job(int64 job, int64 claim);
+extern bool outbox_complete_in_memory(int64 claim, const int64 *wanted, int nwanted, Oid caller,
+									  int64 **done, int *ndone, bool *rows);
 
 /* lease.c: as the owner of the extension, connected to SPI */
 extern void outbox_claim_jobs(OutboxClaim *claim);
 extern bool outbox_look_for_jobs(const OutboxConsumer *consumer, TimestampTz *again);
 
-/* finish.c: as the owner of the extension, connected to SPI */
+/* complete.c: as the owner of the extension, connected to SPI */
+extern bool outbox_deletes_done(void);
 extern bool outbox_complete_job(int64 job, int64 claim, Oid caller);
+
+/* finish.c: as the owner of the extension, connected to SPI */
+pg_noreturn extern void outbox_lease_lost(int64 job);
 extern TimestampTz outbox_fail_job(int64 job, int64 claim, Oid caller, const char *error,
 								   int64 retry_in, bool final);
 extern bool outbox_release_job(int64 job, int64 claim, Oid caller, int64 retry_in);

@@ -185,3 +185,12 @@ outbox_pin_planner(void)
 		(void) set_config_option("plan_cache_mode", "force_generic_plan", PGC_USERSET,
 								 PGC_S_SESSION, GUC_ACTION_SAVE, true, 0, false);
 }
+
+/* Begin a call: as the owner of the extension, connected to SPI. */
+void
+outbox_begin_call(OutboxOwnerContext *context)
+{
+	outbox_become_owner(context);
+	outbox_pin_planner();
+	outbox_spi_connect();
+}

@@ -13,15 +13,6 @@
 #include "miscadmin.h"
 #include "utils/builtins.h"
 
-/* Begin a call: as the owner of the extension, connected to SPI. */
-static void
-begin_call(OutboxOwnerContext *context)
-{
-	outbox_become_owner(context);
-	outbox_pin_planner();
-	outbox_spi_connect();
-}
-
 /*
  * Jobs of a subject of an ordered subscription have been put back in line, due
  * at infinity.  The oldest of them is made due: now, or, while a younger one of
@@ -83,7 +74,7 @@ outbox_retry(PG_FUNCTION_ARGS)
 	bool		result = false;
 
 	outbox_check_not_null(fcinfo, 0, "job");
-	begin_call(&context);
+	outbox_begin_call(&context);
 	if (outbox_find_job(PG_GETARG_INT64(0), context.userid, &consumer, &job))
 	{
 		bool		held_back = consumer.ordered && job.keyed;
@@ -170,7 +161,7 @@ outbox_retry_dead(PG_FUNCTION_ARGS)
 	outbox_check_not_null(fcinfo, 3, "spread");
 	(void) outbox_interval_us(PG_GETARG_INTERVAL_P(3), "spread", true);
 	name = text_to_cstring(PG_GETARG_TEXT_PP(0));
-	begin_call(&context);
+	outbox_begin_call(&context);
 	outbox_consumer_by_name(name, context.userid, &consumer);
 	values[0] = Int32GetDatum(consumer.id);
 	values[1] = time_argument(fcinfo, 1, DT_NOBEGIN);
@@ -207,7 +198,7 @@ outbox_cancel(PG_FUNCTION_ARGS)
 	bool		found;
 
 	outbox_check_not_null(fcinfo, 0, "job");
-	begin_call(&context);
+	outbox_begin_call(&context);
 	found = outbox_find_job(PG_GETARG_INT64(0), context.userid, &consumer, &job);
 	if (found)
 	{
@@ -271,7 +262,7 @@ outbox_purge(PG_FUNCTION_ARGS)
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("jobs in state \"%s\" cannot be purged", outbox_clip(state, 100)),
 				 errhint("Those that are dead, done or cancelled can; outbox.cancel gives up others.")));
-	begin_call(&context);
+	outbox_begin_call(&context);
 	outbox_consumer_by_name(name, context.userid, &consumer);
 	values[0] = Int32GetDatum(consumer.id);
 	values[1] = time_argument(fcinfo, 2, DT_NOEND);

@@ -1,7 +1,8 @@
 /*-------------------------------------------------------------------------
  *
  * finish.c
- *		How a lease ends: complete, fail, release; and how it goes on: extend.
+ *		How a lease ends otherwise than well: fail, release, the death of a job;
+ *		how it goes on: extend; and what becomes of the jobs behind it.
  *
  * The number of the claim fences: a statement that ends or prolongs a lease
  * finds the job only while it has that number, so that nobody can end the
@@ -21,9 +22,7 @@
 
 #include "catalog/pg_type.h"
 #include "miscadmin.h"
-#include "utils/array.h"
 #include "utils/builtins.h"
-#include "utils/jsonb.h"
 #include "utils/snapmgr.h"
 
 #define MAX_STORED_ERROR 2000	/* bytes of an error text */
@@ -36,8 +35,8 @@
 #define IN_FLUX_US (10 * USECS_PER_SEC)
 
 /* Complain that the lease of a job is lost. */
-pg_noreturn static void
-lease_lost(int64 job)
+void
+outbox_lease_lost(int64 job)
 {
 	ereport(ERROR,
 			(errcode(ERRCODE_OUTBOX_LEASE_LOST),
@@ -174,10 +173,11 @@ find_leased(int64 id, int64 claim, Oid caller, OutboxConsumer *consumer, OutboxJ
 	};
 	Datum		values[2];
 
+	outbox_settle_job(id, claim);
 	values[0] = Int64GetDatum(id);
 	values[1] = Int64GetDatum(claim);
 	if (outbox_execute(&find, values, NULL, SPI_OK_SELECT) == 0)
-		lease_lost(id);
+		outbox_lease_lost(id);
 	read_found(consumer, job);
 	outbox_check_consumer(consumer, caller);
 	outbox_hint_note_abort(consumer->id, job->due_at, outbox_handler_owner(consumer));
@@ -198,75 +198,12 @@ outbox_find_job(int64 id, Oid caller, OutboxConsumer *consumer, OutboxJob *job)
 	};
 	Datum		value = Int64GetDatum(id);
 
+	outbox_settle_job(id, 0);
 	if (outbox_execute(&find, &value, NULL, SPI_OK_SELECT) == 0)
 		return false;
 	read_found(consumer, job);
 	outbox_check_consumer(consumer, caller);
 	outbox_hint_note_abort(consumer->id, job->due_at, outbox_handler_owner(consumer));
-	return true;
-}
-
-/* Has that claim completed the job? */
-static bool
-completed_by(int64 job, int64 claim, Oid caller)
-{
-	static OutboxPlan find = {
-		"SELECT" OUTBOX_CONSUMER_COLUMNS
-		"FROM outbox.jobs j JOIN outbox.subscriptions s ON s.id OPERATOR(pg_catalog.=) j.subscription_id"
-		" WHERE j.id OPERATOR(pg_catalog.=) $1 AND j.claim OPERATOR(pg_catalog.=) $2"
-		" AND j.done_at IS NOT NULL AND j.cancelled IS NULL",
-		2, {INT8OID, INT8OID}, NULL
-	};
-	OutboxConsumer consumer;
-	Datum		values[2];
-
-	values[0] = Int64GetDatum(job);
-	values[1] = Int64GetDatum(claim);
-	if (outbox_execute(&find, values, NULL, SPI_OK_SELECT) == 0)
-		return false;
-	outbox_consumer_from_row(0, 1, &consumer);
-	outbox_check_consumer(&consumer, caller);
-	return true;
-}
-
-/*
- * Complete a job; false when this claim has done so before, OB001 when it does
- * not hold it.
- */
-bool
-outbox_complete_job(int64 job, int64 claim, Oid caller)
-{
-	static OutboxPlan complete = {
-		"UPDATE outbox.jobs j SET done_at = $3 FROM outbox.subscriptions s"
-		" WHERE j.id OPERATOR(pg_catalog.=) $1 AND j.claim OPERATOR(pg_catalog.=) $2"
-		" AND j.done_at IS NULL AND j.dead_at IS NULL"
-		" AND s.id OPERATOR(pg_catalog.=) j.subscription_id"
-		" RETURNING j.subject_key, j.due_at," OUTBOX_CONSUMER_COLUMNS,
-		3, {INT8OID, INT8OID, TIMESTAMPTZOID}, NULL
-	};
-	OutboxConsumer consumer;
-	Datum		values[3];
-	TimestampTz due;
-	Datum		key;
-	bool		isnull;
-
-	values[0] = Int64GetDatum(job);
-	values[1] = Int64GetDatum(claim);
-	values[2] = TimestampTzGetDatum(GetCurrentTimestamp());
-	if (outbox_execute(&complete, values, NULL, SPI_OK_UPDATE_RETURNING) == 0)
-	{
-		if (completed_by(job, claim, caller))
-			return false;
-		lease_lost(job);
-	}
-	due = DatumGetTimestampTz(outbox_spi_value(0, 2, &isnull));
-	key = outbox_spi_value(0, 1, &isnull);
-	outbox_consumer_from_row(0, 3, &consumer);
-	outbox_check_consumer(&consumer, caller);
-	outbox_hint_note_abort(consumer.id, due, outbox_handler_owner(&consumer));
-	if (consumer.ordered && !isnull)
-		outbox_free_subject(&consumer, DatumGetInt64(key), 0);
-	outbox_hint_note_done(consumer.id, 1);
 	return true;
 }
 
@@ -376,163 +313,6 @@ outbox_release_job(int64 id, int64 claim, Oid caller, int64 retry_in)
 	return true;
 }
 
-/* Begin a call: as the owner of the extension, connected to SPI. */
-static void
-begin_call(OutboxOwnerContext *context)
-{
-	outbox_become_owner(context);
-	outbox_pin_planner();
-	outbox_spi_connect();
-}
-
-PG_FUNCTION_INFO_V1(outbox_complete);
-
-/* outbox.complete() */
-Datum
-outbox_complete(PG_FUNCTION_ARGS)
-{
-	OutboxOwnerContext context;
-	bool		result;
-
-	outbox_check_not_null(fcinfo, 0, "job");
-	outbox_check_not_null(fcinfo, 1, "claim");
-	begin_call(&context);
-	result = outbox_complete_job(PG_GETARG_INT64(0), PG_GETARG_INT64(1), context.userid);
-	outbox_end_change(&context);
-	PG_RETURN_BOOL(result);
-}
-
-/* A subject of which a job was completed */
-typedef struct Subject
-{
-	int			consumer;
-	int64		key;
-} Subject;
-
-/* Compare two of them for qsort. */
-static int
-compare_subjects(const void *a, const void *b)
-{
-	const Subject *sa = a;
-	const Subject *sb = b;
-
-	if (sa->consumer != sb->consumer)
-		return sa->consumer < sb->consumer ? -1 : 1;
-	return sa->key < sb->key ? -1 : sa->key > sb->key;
-}
-
-/*
- * See to what follows from jobs that were completed: the last result, of which
- * columns 1 and 2 are the due time and the subject's key, and those of a consumer
- * follow.  In the order of the subjects, so that two callers do not meet
- * crosswise.
- */
-static void
-completed_many(int n, Oid caller)
-{
-	OutboxConsumer *consumers = palloc(Max(n, 1) * sizeof(OutboxConsumer));
-	Subject    *subjects = palloc(Max(n, 1) * sizeof(Subject));
-	int		   *done = palloc0(Max(n, 1) * sizeof(int));
-	int			nconsumers = 0;
-	int			nsubjects = 0;
-	int			i;
-
-	for (i = 0; i < n; i++)
-	{
-		bool		isnull;
-		int32		id = DatumGetInt32(outbox_spi_value(i, 3, &isnull));
-		Datum		key = outbox_spi_value(i, 2, &isnull);
-		bool		due_isnull;
-		int			c;
-
-		/* the jobs of one claim are of one subscription, as a rule */
-		for (c = 0; c < nconsumers && consumers[c].id != id; c++)
-			;
-		if (c == nconsumers)
-		{
-			outbox_consumer_from_row(i, 3, &consumers[c]);
-			outbox_check_consumer(&consumers[c], caller);
-			nconsumers++;
-		}
-		done[c]++;
-		outbox_hint_note_abort(id, DatumGetTimestampTz(outbox_spi_value(i, 1, &due_isnull)),
-							   outbox_handler_owner(&consumers[c]));
-		if (consumers[c].ordered && !isnull)
-		{
-			subjects[nsubjects].consumer = c;
-			subjects[nsubjects++].key = DatumGetInt64(key);
-		}
-	}
-	qsort(subjects, nsubjects, sizeof(Subject), compare_subjects);
-	for (i = 0; i < nsubjects; i++)
-	{
-		if (i == 0 || compare_subjects(&subjects[i - 1], &subjects[i]) != 0)
-			outbox_free_subject(&consumers[subjects[i].consumer], subjects[i].key, 0);
-	}
-	for (i = 0; i < nconsumers; i++)
-		outbox_hint_note_done(consumers[i].id, done[i]);
-}
-
-PG_FUNCTION_INFO_V1(outbox_complete_many);
-
-/*
- * outbox.complete_many(): complete the jobs of a claim, or some of them.  Returns
- * those that it does not hold any more, and raises nothing for them.
- */
-Datum
-outbox_complete_many(PG_FUNCTION_ARGS)
-{
-#define COMPLETED " RETURNING j.due_at, j.subject_key," OUTBOX_CONSUMER_COLUMNS
-	static OutboxPlan all = {
-		"UPDATE outbox.jobs j SET done_at = $2 FROM outbox.subscriptions s"
-		" WHERE j.claim OPERATOR(pg_catalog.=) $1 AND j.done_at IS NULL AND j.dead_at IS NULL"
-		" AND s.id OPERATOR(pg_catalog.=) j.subscription_id" COMPLETED,
-		2, {INT8OID, TIMESTAMPTZOID}, NULL
-	};
-	static OutboxPlan some = {
-		"UPDATE outbox.jobs j SET done_at = $2 FROM outbox.subscriptions s"
-		" WHERE j.id OPERATOR(pg_catalog.=) ANY ($3) AND j.claim OPERATOR(pg_catalog.=) $1"
-		" AND j.done_at IS NULL AND j.dead_at IS NULL"
-		" AND s.id OPERATOR(pg_catalog.=) j.subscription_id" COMPLETED,
-		3, {INT8OID, TIMESTAMPTZOID, INT8ARRAYOID}, NULL
-	};
-	static OutboxPlan refused = {
-		"SELECT COALESCE(pg_catalog.array_agg(DISTINCT u.id), '{}') FROM pg_catalog.unnest($2) u(id)"
-		" WHERE NOT EXISTS (SELECT FROM outbox.jobs j JOIN outbox.subscriptions s"
-		" ON s.id OPERATOR(pg_catalog.=) j.subscription_id"
-		" WHERE j.id OPERATOR(pg_catalog.=) u.id AND j.claim OPERATOR(pg_catalog.=) $1"
-		" AND j.done_at IS NOT NULL AND j.cancelled IS NULL)",
-		2, {INT8OID, INT8ARRAYOID}, NULL
-	};
-	OutboxOwnerContext context;
-	MemoryContext caller = CurrentMemoryContext;
-	Datum		values[3];
-	Datum		result;
-	bool		isnull;
-	int			n;
-
-	outbox_check_not_null(fcinfo, 0, "claim");
-	begin_call(&context);
-	values[0] = PG_GETARG_DATUM(0);
-	values[1] = TimestampTzGetDatum(GetCurrentTimestamp());
-	values[2] = PG_GETARG_DATUM(1);
-	n = (int) outbox_execute(PG_ARGISNULL(1) ? &all : &some, values, NULL, SPI_OK_UPDATE_RETURNING);
-	completed_many(n, context.userid);
-	if (PG_ARGISNULL(1))
-		result = PointerGetDatum(construct_empty_array(INT8OID));
-	else
-	{
-		values[1] = PG_GETARG_DATUM(1);
-		outbox_execute(&refused, values, NULL, SPI_OK_SELECT);
-		result = outbox_spi_value(0, 1, &isnull);
-	}
-	/* out of what SPI is about to free */
-	MemoryContextSwitchTo(caller);
-	result = PointerGetDatum(DatumGetArrayTypePCopy(result));
-	outbox_end_change(&context);
-	PG_RETURN_DATUM(result);
-}
-
 PG_FUNCTION_INFO_V1(outbox_fail);
 
 /* outbox.fail() */
@@ -550,7 +330,7 @@ outbox_fail(PG_FUNCTION_ARGS)
 	error = PG_ARGISNULL(2) ? pstrdup("") : text_to_cstring(PG_GETARG_TEXT_PP(2));
 	if (!PG_ARGISNULL(3))
 		retry_in = outbox_interval_us(PG_GETARG_INTERVAL_P(3), "retry_in", true);
-	begin_call(&context);
+	outbox_begin_call(&context);
 	due = outbox_fail_job(PG_GETARG_INT64(0), PG_GETARG_INT64(1), context.userid, error,
 						  retry_in, PG_GETARG_BOOL(4));
 	outbox_end_change(&context);
@@ -573,7 +353,7 @@ outbox_release(PG_FUNCTION_ARGS)
 	outbox_check_not_null(fcinfo, 1, "claim");
 	outbox_check_not_null(fcinfo, 2, "retry_in");
 	retry_in = outbox_interval_us(PG_GETARG_INTERVAL_P(2), "retry_in", true);
-	begin_call(&context);
+	outbox_begin_call(&context);
 	result = outbox_release_job(PG_GETARG_INT64(0), PG_GETARG_INT64(1), context.userid, retry_in);
 	outbox_end_change(&context);
 	PG_RETURN_BOOL(result);
@@ -606,7 +386,7 @@ outbox_extend(PG_FUNCTION_ARGS)
 	outbox_check_not_null(fcinfo, 0, "job");
 	outbox_check_not_null(fcinfo, 1, "claim");
 	lease = lease_argument(fcinfo, 2);
-	begin_call(&context);
+	outbox_begin_call(&context);
 	find_leased(PG_GETARG_INT64(0), PG_GETARG_INT64(1), context.userid, &consumer, &job);
 	until = GetCurrentTimestamp() + (lease > 0 ? lease : consumer.lease);
 	values[0] = PointerGetDatum(&job.tid);
@@ -640,6 +420,29 @@ move_all_older(const OutboxConsumer *consumer, int n, TimestampTz until)
 		move_older(consumer, keys[i], ids[i], until);
 }
 
+/*
+ * Prolong the leases of a claim that are kept in memory, and return how many they
+ * are.  *rows: others may be in their rows.
+ */
+static int
+extend_in_memory(int64 claim, int64 lease, Oid caller, bool *rows)
+{
+	Oid			relid = outbox_jobs_relid();
+	int32		subscription = outbox_lease_subscription(relid, claim);
+	OutboxConsumer consumer;
+	TimestampTz until;
+	int			n;
+
+	*rows = true;
+	if (subscription == 0 || !outbox_find_consumer(NULL, subscription, &consumer))
+		return 0;
+	outbox_check_consumer(&consumer, caller);
+	until = GetCurrentTimestamp() + (lease > 0 ? lease : consumer.lease);
+	n = outbox_lease_prolong(relid, claim, until, rows);
+	outbox_hint_note(subscription, until, outbox_handler_owner(&consumer));
+	return n;
+}
+
 PG_FUNCTION_INFO_V1(outbox_extend_many);
 
 /*
@@ -669,12 +472,15 @@ outbox_extend_many(PG_FUNCTION_ARGS)
 	Datum		values[3];
 	int64		lease;
 	uint64		n = 0;
+	int			in_memory;
+	bool		rows;
 
 	outbox_check_not_null(fcinfo, 0, "claim");
 	lease = lease_argument(fcinfo, 1);
-	begin_call(&context);
+	outbox_begin_call(&context);
+	in_memory = extend_in_memory(PG_GETARG_INT64(0), lease, context.userid, &rows);
 	values[0] = PG_GETARG_DATUM(0);
-	if (outbox_execute(&find, values, NULL, SPI_OK_SELECT) > 0)
+	if (rows && outbox_execute(&find, values, NULL, SPI_OK_SELECT) > 0)
 	{
 		read_found(&consumer, &job);
 		outbox_check_consumer(&consumer, context.userid);
@@ -688,5 +494,5 @@ outbox_extend_many(PG_FUNCTION_ARGS)
 			move_all_older(&consumer, (int) n, until);
 	}
 	outbox_end_change(&context);
-	PG_RETURN_INT32((int32) n);
+	PG_RETURN_INT32((int32) n + in_memory);
 }

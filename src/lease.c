@@ -7,14 +7,14 @@
  * have locked, moves their due time to the end of the lease and gives them the
  * number of the claim.  A job whose lease has run out is due like any other;
  * its attempt did not return, and when that was the last one it is dead.
+ * Before that, a claim of many jobs takes what it can lease in memory
+ * (lease_many.c).
  *
  *-------------------------------------------------------------------------
  */
 #include "consume.h"
 
-#include "catalog/namespace.h"
 #include "catalog/pg_type.h"
-#include "commands/sequence.h"
 #include "funcapi.h"
 #include "miscadmin.h"
 #include "utils/builtins.h"
@@ -61,7 +61,8 @@ read_job(int row, OutboxJob *job)
 #define DUE_JOBS \
 	" FROM outbox.jobs j WHERE j.subscription_id OPERATOR(pg_catalog.=) $1" \
 	" AND j.done_at IS NULL AND j.dead_at IS NULL" \
-	" AND j.due_at OPERATOR(pg_catalog.>=) $2 AND j.due_at OPERATOR(pg_catalog.<=) $3"
+	" AND j.due_at OPERATOR(pg_catalog.>=) $2 AND j.due_at OPERATOR(pg_catalog.<=) $3" \
+	" AND NOT outbox.leased(j.id)"
 #define OLDEST_OF_SUBJECT \
 	" AND (j.subject_key IS NULL OR j.id OPERATOR(pg_catalog.=) (SELECT b.id FROM outbox.jobs b" \
 	" WHERE b.subscription_id OPERATOR(pg_catalog.=) j.subscription_id" \
@@ -187,7 +188,8 @@ lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
 			first = Min(first, jobs[i].due_at == DT_NOEND ? DT_NOBEGIN : jobs[i].due_at);
 		outbox_hint_note_abort(consumer->id, first, handler_owner);
 	}
-	return n;
+	/* without those that a claim in memory has taken just now */
+	return outbox_enter_jobs(claim, jobs, n);
 }
 
 /* Give up a job of which the filter that the relay left says no. */
@@ -237,12 +239,9 @@ sort_out(OutboxClaim *claim, OutboxJob *jobs, int n)
 	return kept;
 }
 
-/*
- * Lease the jobs, which are locked.  The lease is counted from now, not from
- * the start of the transaction, which may have waited.
- */
+/* Write the leases of jobs to their rows, which are locked. */
 static void
-lease_jobs(OutboxClaim *claim)
+lease_jobs(OutboxClaim *claim, OutboxJob *jobs, int n)
 {
 	static OutboxPlan lease = {
 		"UPDATE outbox.jobs j SET due_at = $2, attempts = u.attempt, claim = $3, holder = $4,"
@@ -253,36 +252,29 @@ lease_jobs(OutboxClaim *claim)
 		" WHERE j.ctid OPERATOR(pg_catalog.=) u.tid",
 		5, {TIDARRAYOID, TIMESTAMPTZOID, INT8OID, TEXTOID, INT4ARRAYOID}, NULL
 	};
-	Oid			sequence = get_relname_relid("claims", get_namespace_oid(OUTBOX_SCHEMA, false));
-	Datum	   *tids = palloc(claim->njobs * sizeof(Datum));
-	Datum	   *attempts = palloc(claim->njobs * sizeof(Datum));
+	Datum	   *tids = palloc(n * sizeof(Datum));
+	Datum	   *attempts = palloc(n * sizeof(Datum));
 	Datum		values[5];
 	uint64		leased;
 	int			i;
 
-	for (i = 0; i < claim->njobs; i++)
+	for (i = 0; i < n; i++)
 	{
-		OutboxJob  *job = &claim->jobs[i];
-
-		if (job->attempt < PG_INT32_MAX)
-			job->attempt++;
-		tids[i] = PointerGetDatum(&job->tid);
-		attempts[i] = Int32GetDatum(job->attempt);
+		if (jobs[i].attempt < PG_INT32_MAX)
+			jobs[i].attempt++;
+		tids[i] = PointerGetDatum(&jobs[i].tid);
+		attempts[i] = Int32GetDatum(jobs[i].attempt);
 	}
-	claim->claim = nextval_internal(sequence, false);
-	claim->leased_until = GetCurrentTimestamp() + claim->lease;
-	values[0] = outbox_make_array(tids, NULL, claim->njobs, TIDOID);
+	values[0] = outbox_make_array(tids, NULL, n, TIDOID);
 	values[1] = TimestampTzGetDatum(claim->leased_until);
 	values[2] = Int64GetDatum(claim->claim);
 	values[3] = CStringGetTextDatum(claim->holder);
-	values[4] = outbox_make_array(attempts, NULL, claim->njobs, INT4OID);
+	values[4] = outbox_make_array(attempts, NULL, n, INT4OID);
 	leased = outbox_execute(&lease, values, NULL, SPI_OK_UPDATE);
-	if (leased != (uint64) claim->njobs)
+	if (leased != (uint64) n)
 		ereport(ERROR,
 				(errcode(ERRCODE_TRIGGERED_DATA_CHANGE_VIOLATION),
-				 errmsg("only " UINT64_FORMAT " of %d jobs were leased", leased, claim->njobs)));
-	outbox_hint_note(claim->consumer->id, claim->leased_until,
-					 outbox_handler_owner(claim->consumer));
+				 errmsg("only " UINT64_FORMAT " of %d jobs were leased", leased, n)));
 }
 
 /*
@@ -294,21 +286,35 @@ lease_jobs(OutboxClaim *claim)
 void
 outbox_claim_jobs(OutboxClaim *claim)
 {
+	OutboxJob  *rest;
+	int			nrest = 0;
 	int			n;
 
+	claim->claim = 0;
 	claim->njobs = 0;
 	claim->drained = true;
+	claim->entered = -1;
 	claim->jobs = palloc(claim->max_jobs * sizeof(OutboxJob));
 	if (claim->consumer->paused)
 		return;
-	do
+	outbox_settle_expired(claim->consumer);
+	outbox_claim_in_memory(claim);
+	rest = claim->jobs + claim->nmemory;
+	while (claim->nmemory < claim->max_jobs && nrest == 0)
 	{
 		CHECK_FOR_INTERRUPTS();
-		n = lock_some(claim, claim->max_jobs, claim->jobs);
-		claim->njobs = sort_out(claim, claim->jobs, n);
-	} while (n > 0 && claim->njobs == 0);
+		n = lock_some(claim, claim->max_jobs - claim->nmemory, rest);
+		nrest = sort_out(claim, rest, n);
+		if (n == 0)
+			break;
+	}
+	claim->njobs = claim->nmemory + nrest;
 	if (claim->njobs > 0)
-		lease_jobs(claim);
+		outbox_begin_lease(claim);
+	if (nrest > 0)
+		lease_jobs(claim, rest, nrest);
+	if (claim->nmemory > 0)
+		outbox_lease_keep(claim->memory, claim->claim, claim->leased_until, claim->holder, nrest > 0);
 }
 
 /*
@@ -332,6 +338,7 @@ outbox_look_for_jobs(const OutboxConsumer *consumer, TimestampTz *again)
 	bool		found;
 
 	*again = DT_NOEND;
+	outbox_settle_expired(consumer);
 	outbox_hint_begin(consumer->id, &look);
 	began = now = GetCurrentTimestamp();
 	values[0] = Int32GetDatum(consumer->id);
@@ -434,6 +441,8 @@ put_jobs(ReturnSetInfo *rsinfo, const OutboxClaim *claim)
 	{
 		OutboxJob  *job = lfirst(lc);
 
+		if (job < claim->jobs + claim->nmemory)
+			outbox_lease_drop(claim->memory, job, 1);
 		outbox_bury_job(claim->consumer, job,
 						psprintf("event " INT64_FORMAT " does not exist", job->seq));
 	}
@@ -466,6 +475,7 @@ outbox_claim(PG_FUNCTION_ARGS)
 	if (!PG_ARGISNULL(2))
 		claim.lease = outbox_interval_us(PG_GETARG_INTERVAL_P(2), "lease", false);
 	claim.holder = holder_name(fcinfo, 3);
+	claim.in_memory = true;
 	claim.consumer = &consumer;
 	InitMaterializedSRF(fcinfo, 0);
 

@@ -4,9 +4,10 @@
  *		Shared memory of the extension.
  *
  * One block: the launcher's mail box, the slots of the databases, the hints
- * of prepared transactions, and a place for every backend that waits.  Another
- * for the hints of subscriptions (hint.c).  It starts empty after every crash of the server; relays sweep at
- * their start, so nothing in it is ever needed for correctness.
+ * of prepared transactions, and a place for every backend that waits.  Others
+ * for the hints of subscriptions (hint.c) and for leases (lease_table.c).  All
+ * start empty with the server; relays sweep at their start, and jobs whose leases
+ * were lost are due, so nothing in them is ever needed for correctness.
  *
  *-------------------------------------------------------------------------
  */
@@ -46,7 +47,8 @@ shmem_request(void)
 	RequestAddinShmemSpace(add_size(shared_size(),
 									mul_size(number_of_procs(), sizeof(OutboxWaiter))));
 	RequestAddinShmemSpace(outbox_hint_size());
-	RequestNamedLWLockTranche("outbox", 2);
+	RequestAddinShmemSpace(outbox_leases_size());
+	RequestNamedLWLockTranche("outbox", 3);
 }
 
 /* Set the memory up, or attach to it. */
@@ -54,6 +56,7 @@ static void
 shmem_startup(void)
 {
 	void	   *hints;
+	void	   *leases;
 	bool		found;
 	int			i;
 
@@ -88,6 +91,8 @@ shmem_startup(void)
 	}
 	hints = ShmemInitStruct("outbox hints", outbox_hint_size(), &found);
 	outbox_hint_shmem(hints, found);
+	leases = ShmemInitStruct("outbox leases", outbox_leases_size(), &found);
+	outbox_leases_shmem(leases, found);
 	LWLockRelease(AddinShmemInitLock);
 }
 

@@ -1,0 +1,840 @@
+/*-------------------------------------------------------------------------
+ *
+ * lease_table.c
+ *		Leases that are kept in shared memory.
+ *
+ * A claim of many jobs writes nothing: its jobs are entered here, and are in
+ * the table only as what they were, due.  So a job costs one write, when it
+ * comes to an end.  Whoever looks for jobs to claim passes over those that are
+ * here.  A lease that is to be known for longer, because its holder fails,
+ * prolongs or releases a job of it, or because it has run out, is first
+ * written to the row of the job ("settled"; see lease_many.c).
+ *
+ * Leases are lost with shared memory, when the server stops: then the jobs are
+ * due again, and their holders are told that they have lost them.
+ *
+ * A claim that writes its leases to the rows enters the jobs too, until its
+ * transaction ends, so that no two claims can take one job: neither sees what
+ * the other is about to write.
+ *
+ * What a transaction does to a lease takes effect when it ends, in a callback
+ * that must not raise or allocate: a lease that was taken is kept or dropped,
+ * jobs that came to an end are removed or not.  Until then the transaction has
+ * a note of it, and so has the lease, so that it does not run out meanwhile.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "consume.h"
+
+#include "common/hashfn.h"
+#include "miscadmin.h"
+#include "storage/lwlock.h"
+#include "utils/memutils.h"
+
+#define MAX_LEASES 4096			/* claims of the server */
+#define MAX_LEASED 65536		/* jobs, a power of two */
+#define RESERVED 16384			/* of them, for claims that write to the rows */
+#define RESERVED_LEASES 1024
+#define MAX_HOLDER 256
+#define MAX_NUMBERS 16			/* databases */
+#define NOWHERE (-1)
+
+/* One that ran out so long ago, and was not settled, is forgotten */
+#define FORGET_US (USECS_PER_HOUR)
+
+/* A job that is leased, or being claimed */
+typedef struct LeasedJob
+{
+	int64		job;
+	ItemPointerData tid;
+	bool		gone;			/* is about to be removed */
+	int32		lease;			/* its number */
+	int32		next;			/* in the bucket, or of the free ones */
+	int32		next_of_lease;
+} LeasedJob;
+
+typedef struct Lease
+{
+	Oid			dboid;			/* InvalidOid: free */
+	Oid			relid;			/* of outbox.jobs: another after CREATE EXTENSION */
+	int32		subscription;
+	Oid			handler_owner;
+	int64		claim;			/* 0: not yet known, or not to be kept */
+	TimestampTz until;
+	TimestampTz first_due;		/* of its jobs, as the table has them */
+	bool		held;			/* its claim has committed */
+	bool		settling;		/* somebody writes it to the rows */
+	bool		rows;			/* jobs of the claim may be leased in their rows */
+	int			taker;			/* process whose transaction enters the jobs */
+	int			nending;		/* transactions that end jobs of it */
+	int			njobs;
+	int32		first;
+	int32		next;			/* in the bucket, or of the free ones */
+} Lease;
+
+/* Numbers for claims that were drawn from the sequence of a database */
+typedef struct Numbers
+{
+	Oid			dboid;
+	Oid			relid;			/* of the sequence */
+	int64		next;
+	int64		end;
+} Numbers;
+
+typedef struct LeaseShared
+{
+	LWLock	   *lock;
+	Numbers		numbers[MAX_NUMBERS];
+	int			nleases;		/* places that were ever used */
+	int			nused;
+	int32		free_lease;
+	int32		free_job;
+	int			njobs;
+	pg_atomic_uint32 any;		/* is a job entered? */
+	pg_atomic_uint64 earliest;	/* no lease runs out before that */
+	int32		job_buckets[MAX_LEASED];
+	LeasedJob	jobs[MAX_LEASED];
+	int32		claim_buckets[MAX_LEASES];
+	Lease		leases[MAX_LEASES];
+	char		holders[MAX_LEASES][MAX_HOLDER];
+} LeaseShared;
+
+/* What this transaction does to a lease; in TopTransactionContext */
+typedef enum TouchKind
+{
+	TOUCH_TAKES,
+	TOUCH_ENDS,					/* some of its jobs */
+	TOUCH_SETTLES				/* the same, of a lease that has run out */
+} TouchKind;
+
+typedef struct Touch
+{
+	TouchKind	kind;
+	int			level;
+	int32		lease;
+	int64		claim;
+	int64	   *jobs;			/* that end */
+	int			njobs;
+	struct Touch *below;
+} Touch;
+
+static LeaseShared *shared = NULL;
+static Touch *touches = NULL;
+
+/* Shared memory that is needed */
+Size
+outbox_leases_size(void)
+{
+	return MAXALIGN(sizeof(LeaseShared));
+}
+
+/* Set the memory up, or attach to it. */
+void
+outbox_leases_shmem(void *memory, bool found)
+{
+	int			i;
+
+	shared = memory;
+	if (found)
+		return;
+	memset(shared, 0, sizeof(LeaseShared));
+	shared->lock = &(GetNamedLWLockTranche("outbox"))[2].lock;
+	pg_atomic_init_u32(&shared->any, 0);
+	pg_atomic_init_u64(&shared->earliest, (uint64) DT_NOEND);
+	shared->free_lease = NOWHERE;
+	for (i = 0; i < MAX_LEASED; i++)
+	{
+		shared->job_buckets[i] = NOWHERE;
+		shared->jobs[i].next = i + 1 < MAX_LEASED ? i + 1 : NOWHERE;
+	}
+	for (i = 0; i < MAX_LEASES; i++)
+		shared->claim_buckets[i] = NOWHERE;
+}
+
+/* Spread numbers of a database over buckets. */
+static uint32
+spread(Oid dboid, int64 number)
+{
+	return hash_combine(murmurhash32(dboid),
+						murmurhash32((uint32) number ^ (uint32) ((uint64) number >> 32)));
+}
+
+/* The bucket of a job */
+static int32 *
+job_bucket(Oid dboid, int64 job)
+{
+	return &shared->job_buckets[spread(dboid, job) % MAX_LEASED];
+}
+
+/* The bucket of a claim */
+static int32 *
+claim_bucket(Oid dboid, int64 claim)
+{
+	return &shared->claim_buckets[spread(dboid, claim) % MAX_LEASES];
+}
+
+/* Who holds a lease */
+static char *
+holder_of(const Lease *lease)
+{
+	return shared->holders[lease - shared->leases];
+}
+
+/*
+ * Find the entry of a job of this database; NULL when it is not leased.  The
+ * caller holds the lock.
+ */
+static LeasedJob *
+find_job(Oid relid, int64 job)
+{
+	int32		i;
+
+	for (i = *job_bucket(MyDatabaseId, job); i != NOWHERE; i = shared->jobs[i].next)
+	{
+		LeasedJob  *entry = &shared->jobs[i];
+
+		if (entry->job == job && shared->leases[entry->lease].dboid == MyDatabaseId &&
+			shared->leases[entry->lease].relid == relid)
+			return entry;
+	}
+	return NULL;
+}
+
+/* The lease of a claim of this database; NULL when there is none.  As above. */
+static Lease *
+find_lease(Oid relid, int64 claim)
+{
+	int32		i;
+
+	for (i = *claim_bucket(MyDatabaseId, claim); i != NOWHERE; i = shared->leases[i].next)
+	{
+		Lease	   *lease = &shared->leases[i];
+
+		if (lease->claim == claim && lease->dboid == MyDatabaseId && lease->relid == relid)
+			return lease;
+	}
+	return NULL;
+}
+
+/*
+ * Was a job entered only because this transaction has claimed it, in its row?
+ * Then it may do so again.
+ */
+static bool
+is_own(const LeasedJob *entry)
+{
+	const Lease *lease = &shared->leases[entry->lease];
+
+	return lease->claim == 0 && lease->rows && lease->taker == MyProcPid;
+}
+
+/* Take the entry of a job out of its bucket, and free it. */
+static void
+remove_entry(int32 number)
+{
+	LeasedJob  *entry = &shared->jobs[number];
+	int32	   *link;
+
+	for (link = job_bucket(shared->leases[entry->lease].dboid, entry->job); *link != number; link = &shared->jobs[*link].next)
+		;
+	*link = entry->next;
+	entry->next = shared->free_job;
+	shared->free_job = number;
+	if (--shared->njobs == 0)
+		pg_atomic_write_u32(&shared->any, 0);
+}
+
+/* Remove those jobs of a lease that are gone, or all of them. */
+static void
+remove_jobs(Lease *lease, bool all)
+{
+	int32	   *link = &lease->first;
+
+	while (*link != NOWHERE)
+	{
+		int32		number = *link;
+		LeasedJob  *entry = &shared->jobs[number];
+
+		if (!all && !entry->gone)
+		{
+			link = &entry->next_of_lease;
+			continue;
+		}
+		*link = entry->next_of_lease;
+		remove_entry(number);
+		lease->njobs--;
+	}
+}
+
+/* Free a lease with all its jobs. */
+static void
+free_lease(Lease *lease)
+{
+	int32		number = lease - shared->leases;
+	int32	   *link;
+
+	remove_jobs(lease, true);
+	if (lease->claim != 0)
+	{
+		for (link = claim_bucket(lease->dboid, lease->claim); *link != number;
+			 link = &shared->leases[*link].next)
+			;
+		*link = lease->next;
+	}
+	lease->dboid = InvalidOid;
+	lease->claim = 0;
+	lease->next = shared->free_lease;
+	shared->free_lease = number;
+	shared->nused--;
+}
+
+/* Note what this transaction does to a lease; before it does so. */
+static Touch *
+touch_lease(TouchKind kind, int njobs)
+{
+	Touch	   *touch = MemoryContextAllocZero(TopTransactionContext, sizeof(Touch));
+
+	touch->jobs = MemoryContextAllocHuge(TopTransactionContext, Max(njobs, 1) * sizeof(int64));
+	touch->kind = kind;
+	touch->level = GetCurrentTransactionNestLevel();
+	touch->lease = NOWHERE;
+	touch->below = touches;
+	touches = touch;
+	return touch;
+}
+
+/* The lease of a note; NULL when it is another's by now */
+static Lease *
+touched_lease(const Touch *touch)
+{
+	Lease	   *lease;
+
+	if (touch->lease == NOWHERE)
+		return NULL;
+	lease = &shared->leases[touch->lease];
+	if (lease->dboid != MyDatabaseId || lease->claim != touch->claim)
+		return NULL;
+	return lease;
+}
+
+/* Let what a (sub)transaction did to a lease be so, or not.  The lock is held. */
+static void
+end_touch(const Touch *touch, bool commit)
+{
+	Lease	   *lease = touched_lease(touch);
+	int			i;
+
+	if (lease == NULL)
+		return;
+	if (touch->kind == TOUCH_TAKES)
+	{
+		/* without a number: it was only to last as long as the transaction */
+		if (commit && lease->claim != 0 && lease->njobs > 0)
+			lease->held = true;
+		else
+			free_lease(lease);
+		return;
+	}
+	lease->nending--;
+	if (touch->kind == TOUCH_SETTLES)
+		lease->settling = false;
+	for (i = 0; commit && i < touch->njobs; i++)
+	{
+		LeasedJob  *entry = find_job(lease->relid, touch->jobs[i]);
+
+		if (entry != NULL && &shared->leases[entry->lease] == lease)
+			entry->gone = true;
+	}
+	if (commit)
+		remove_jobs(lease, touch->kind == TOUCH_SETTLES);
+	if (lease->njobs == 0 && lease->nending == 0 && lease->held)
+		free_lease(lease);
+}
+
+/*
+ * End of a transaction; must not raise or allocate.  What was prepared leaves
+ * its leases as if it had done nothing to them, and those that it took stay
+ * until they run out.
+ */
+static void
+at_xact_end(XactEvent event, void *arg)
+{
+	if (event != XACT_EVENT_COMMIT && event != XACT_EVENT_ABORT && event != XACT_EVENT_PREPARE)
+		return;
+	if (touches == NULL)
+		return;
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	for (; touches != NULL; touches = touches->below)
+		end_touch(touches, event == XACT_EVENT_COMMIT ||
+				  (event == XACT_EVENT_PREPARE && touches->kind == TOUCH_TAKES));
+	LWLockRelease(shared->lock);
+}
+
+/* End of a subtransaction: what it did is the outer one's, or nobody's. */
+static void
+at_subxact_end(SubXactEvent event, SubTransactionId mySubid,
+			   SubTransactionId parentSubid, void *arg)
+{
+	int			level = GetCurrentTransactionNestLevel();
+	Touch	   *touch;
+
+	if (touches == NULL || touches->level < level)
+		return;
+	if (event == SUBXACT_EVENT_COMMIT_SUB)
+	{
+		for (touch = touches; touch != NULL && touch->level >= level; touch = touch->below)
+			touch->level = level - 1;
+	}
+	else if (event == SUBXACT_EVENT_ABORT_SUB)
+	{
+		LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+		for (; touches != NULL && touches->level >= level; touches = touches->below)
+			end_touch(touches, false);
+		LWLockRelease(shared->lock);
+	}
+}
+
+/*
+ * Register the callbacks; called once, when the library is loaded, and after
+ * those of hint.c: the last to be registered is called first, and a job must
+ * not be posted while it is still entered here.
+ */
+void
+outbox_leases_init(void)
+{
+	RegisterXactCallback(at_xact_end, NULL);
+	RegisterSubXactCallback(at_subxact_end, NULL);
+}
+
+/*
+ * Draw a number for a claim from those that are left of what was drawn from a
+ * sequence; false: there are none.
+ */
+bool
+outbox_lease_number(Oid sequence, int64 *number)
+{
+	bool		found = false;
+	int			i;
+
+	if (shared == NULL)
+		return false;
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	for (i = 0; i < MAX_NUMBERS && !found; i++)
+	{
+		Numbers    *numbers = &shared->numbers[i];
+
+		if (numbers->dboid == MyDatabaseId && numbers->relid == sequence && numbers->next < numbers->end)
+		{
+			*number = numbers->next++;
+			found = true;
+		}
+	}
+	LWLockRelease(shared->lock);
+	return found;
+}
+
+/* Leave the numbers from next on, below end, to whoever comes. */
+void
+outbox_lease_numbers(Oid sequence, int64 next, int64 end)
+{
+	Numbers    *place;
+	int			i;
+
+	if (shared == NULL)
+		return;
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	place = &shared->numbers[MyDatabaseId % MAX_NUMBERS];
+	for (i = 0; i < MAX_NUMBERS; i++)
+	{
+		Numbers    *numbers = &shared->numbers[i];
+
+		if (numbers->dboid == MyDatabaseId && numbers->relid == sequence)
+			place = numbers;
+		else if (numbers->next >= numbers->end && place->next < place->end)
+			place = numbers;
+	}
+	place->dboid = MyDatabaseId;
+	place->relid = sequence;
+	place->next = next;
+	place->end = end;
+	LWLockRelease(shared->lock);
+}
+
+/*
+ * Begin to take jobs of a subscription; returns the number of the lease, or -1
+ * when there is no room.  row: the leases will be written to the rows.
+ *
+ * When the transaction ends the lease is dropped, unless it was given the
+ * number of a claim.
+ */
+int
+outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
+{
+	Touch	   *touch;
+	Lease	   *lease;
+	int32		number;
+
+	if (shared == NULL)
+		return NOWHERE;
+	touch = touch_lease(TOUCH_TAKES, 0);
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	if (!row && shared->nused >= MAX_LEASES - RESERVED_LEASES)
+		number = NOWHERE;
+	else if (shared->free_lease != NOWHERE)
+	{
+		number = shared->free_lease;
+		shared->free_lease = shared->leases[number].next;
+	}
+	else if (shared->nleases < MAX_LEASES)
+		number = shared->nleases++;
+	else
+		number = NOWHERE;
+	if (number != NOWHERE)
+	{
+		lease = &shared->leases[number];
+		memset(lease, 0, sizeof(Lease));
+		lease->dboid = MyDatabaseId;
+		lease->relid = relid;
+		lease->subscription = subscription;
+		lease->handler_owner = handler_owner;
+		lease->first = NOWHERE;
+		lease->first_due = DT_NOEND;
+		lease->until = DT_NOEND;
+		lease->rows = row;
+		lease->taker = MyProcPid;
+		touch->lease = number;
+		shared->nused++;
+	}
+	LWLockRelease(shared->lock);
+	return number;
+}
+
+/*
+ * Take jobs for a lease: sets taken of each, to whether nobody else has it and
+ * there was room.  Returns how many were taken.
+ */
+int
+outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
+{
+	Lease	   *lease = &shared->leases[number];
+	int			room = lease->rows ? MAX_LEASED : MAX_LEASED - RESERVED;
+	int			count = 0;
+	int			i;
+
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	for (i = 0; i < n; i++)
+	{
+		LeasedJob  *entry = find_job(lease->relid, jobs[i].id);
+		int32	   *bucket;
+		int32		place = shared->free_job;
+
+		taken[i] = entry != NULL && lease->rows && is_own(entry);
+		if (shared->njobs >= room || entry != NULL)
+			continue;
+		entry = &shared->jobs[place];
+		shared->free_job = entry->next;
+		bucket = job_bucket(MyDatabaseId, jobs[i].id);
+		entry->job = jobs[i].id;
+		entry->tid = jobs[i].tid;
+		entry->gone = false;
+		entry->lease = number;
+		entry->next = *bucket;
+		*bucket = place;
+		entry->next_of_lease = lease->first;
+		lease->first = place;
+		lease->njobs++;
+		lease->first_due = Min(lease->first_due, jobs[i].due_at);
+		shared->njobs++;
+		taken[i] = true;
+		count++;
+	}
+	if (count > 0)
+		pg_atomic_write_u32(&shared->any, 1);
+	LWLockRelease(shared->lock);
+	return count;
+}
+
+/* Leave jobs that were taken to others again. */
+void
+outbox_lease_drop(int number, const OutboxJob *jobs, int n)
+{
+	Lease	   *lease = &shared->leases[number];
+	int			i;
+
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	for (i = 0; i < n; i++)
+	{
+		LeasedJob  *entry = find_job(lease->relid, jobs[i].id);
+
+		if (entry != NULL && entry->lease == number)
+			entry->gone = true;
+	}
+	remove_jobs(lease, false);
+	LWLockRelease(shared->lock);
+}
+
+/*
+ * The jobs that were taken are leased by a claim, from the end of this
+ * transaction on.  rows: others of the claim are leased in their rows.
+ */
+void
+outbox_lease_keep(int number, int64 claim, TimestampTz until, const char *holder, bool rows)
+{
+	Lease	   *lease = &shared->leases[number];
+	int32	   *bucket = claim_bucket(MyDatabaseId, claim);
+	Touch	   *touch;
+
+	for (touch = touches; touch->lease != number || touch->kind != TOUCH_TAKES; touch = touch->below)
+		;
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	lease->claim = touch->claim = claim;
+	lease->until = until;
+	lease->rows = rows;
+	lease->next = *bucket;
+	*bucket = number;
+	strlcpy(holder_of(lease), holder, MAX_HOLDER);
+	if ((TimestampTz) pg_atomic_read_u64(&shared->earliest) > until)
+		pg_atomic_write_u64(&shared->earliest, (uint64) until);
+	LWLockRelease(shared->lock);
+}
+
+/* Is a job leased, or being claimed? */
+bool
+outbox_is_leased(Oid relid, int64 job)
+{
+	const LeasedJob *entry;
+	bool		result;
+
+	if (shared == NULL || pg_atomic_read_u32(&shared->any) == 0)
+		return false;
+	LWLockAcquire(shared->lock, LW_SHARED);
+	entry = find_job(relid, job);
+	result = entry != NULL && !is_own(entry);
+	LWLockRelease(shared->lock);
+	return result;
+}
+
+/* Which claim holds a job here?  False: none does. */
+bool
+outbox_lease_of(Oid relid, int64 job, OutboxLease *result)
+{
+	LeasedJob  *entry;
+	bool		found = false;
+
+	if (shared == NULL || pg_atomic_read_u32(&shared->any) == 0)
+		return false;
+	LWLockAcquire(shared->lock, LW_SHARED);
+	entry = find_job(relid, job);
+	if (entry != NULL && shared->leases[entry->lease].claim != 0)
+	{
+		const Lease *lease = &shared->leases[entry->lease];
+
+		result->claim = lease->claim;
+		result->until = lease->until;
+		strlcpy(result->holder, holder_of(lease), sizeof(result->holder));
+		found = true;
+	}
+	LWLockRelease(shared->lock);
+	return found;
+}
+
+/* Copy what is asked for of a lease, into memory that is there; the lock is held. */
+static void
+copy_lease(Lease *lease, const int64 *wanted, int nwanted, OutboxLease *result, Touch *touch)
+{
+	int32		i;
+	int			k;
+
+	result->subscription = lease->subscription;
+	result->handler_owner = lease->handler_owner;
+	result->claim = lease->claim;
+	result->until = lease->until;
+	result->first_due = lease->first_due;
+	result->rows = lease->rows;
+	strlcpy(result->holder, holder_of(lease), sizeof(result->holder));
+	result->njobs = 0;
+	for (k = 0; k < nwanted; k++)
+	{
+		LeasedJob  *entry = find_job(lease->relid, wanted[k]);
+
+		if (entry == NULL || &shared->leases[entry->lease] != lease || entry->gone)
+			continue;
+		result->jobs[result->njobs] = entry->job;
+		result->tids[result->njobs++] = entry->tid;
+	}
+	for (i = wanted == NULL ? lease->first : NOWHERE; i != NOWHERE; i = shared->jobs[i].next_of_lease)
+	{
+		result->jobs[result->njobs] = shared->jobs[i].job;
+		result->tids[result->njobs++] = shared->jobs[i].tid;
+	}
+	memcpy(touch->jobs, result->jobs, result->njobs * sizeof(int64));
+	touch->njobs = result->njobs;
+	touch->lease = lease - shared->leases;
+	touch->claim = lease->claim;
+	lease->nending++;
+}
+
+/* Room for the jobs of a lease */
+static void
+make_room(OutboxLease *result, int n)
+{
+	result->jobs = palloc(Max(n, 1) * sizeof(int64));
+	result->tids = palloc(Max(n, 1) * sizeof(ItemPointerData));
+}
+
+/*
+ * This transaction is about to end jobs of a claim, all or those that are
+ * wanted: which are here?  When it commits they are removed.  False: the claim
+ * holds nothing here.
+ */
+bool
+outbox_lease_end(Oid relid, int64 claim, const int64 *wanted, int nwanted, OutboxLease *result)
+{
+	Lease	   *lease;
+	Touch	   *touch;
+	int			n = nwanted;
+
+	if (shared == NULL || pg_atomic_read_u32(&shared->any) == 0 || claim == 0)
+		return false;
+	if (wanted == NULL)
+	{
+		LWLockAcquire(shared->lock, LW_SHARED);
+		lease = find_lease(relid, claim);
+		n = lease ? lease->njobs : 0;
+		LWLockRelease(shared->lock);
+		if (lease == NULL)
+			return false;
+	}
+	make_room(result, n);
+	touch = touch_lease(TOUCH_ENDS, n);
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	lease = find_lease(relid, claim);
+	/* it only gets smaller */
+	if (lease != NULL && (wanted != NULL || lease->njobs <= n))
+		copy_lease(lease, wanted, nwanted, result, touch);
+	else
+		lease = NULL;
+	LWLockRelease(shared->lock);
+	return lease != NULL;
+}
+
+/* Jobs of a claim are leased in their rows from now on. */
+void
+outbox_lease_has_rows(Oid relid, int64 claim)
+{
+	Lease	   *lease;
+
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	lease = find_lease(relid, claim);
+	if (lease != NULL)
+		lease->rows = true;
+	LWLockRelease(shared->lock);
+}
+
+/*
+ * Let the leases of a claim end at another time.  Takes effect at once, whatever
+ * becomes of the transaction.  Returns how many there are.
+ */
+int
+outbox_lease_prolong(Oid relid, int64 claim, TimestampTz until, bool *rows)
+{
+	Lease	   *lease;
+	int			result = 0;
+
+	*rows = true;
+	if (shared == NULL || claim == 0)
+		return 0;
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	lease = find_lease(relid, claim);
+	if (lease != NULL && !lease->settling)
+	{
+		lease->until = until;
+		*rows = lease->rows;
+		result = lease->njobs;
+		if ((TimestampTz) pg_atomic_read_u64(&shared->earliest) > until)
+			pg_atomic_write_u64(&shared->earliest, (uint64) until);
+	}
+	LWLockRelease(shared->lock);
+	return result;
+}
+
+/* The subscription of a claim that holds jobs here; 0: there is none such. */
+int32
+outbox_lease_subscription(Oid relid, int64 claim)
+{
+	Lease	   *lease;
+	int32		result = 0;
+
+	if (shared == NULL || claim == 0 || pg_atomic_read_u32(&shared->any) == 0)
+		return 0;
+	LWLockAcquire(shared->lock, LW_SHARED);
+	lease = find_lease(relid, claim);
+	if (lease != NULL)
+		result = lease->subscription;
+	LWLockRelease(shared->lock);
+	return result;
+}
+
+/* Has a lease run out, and nobody is about to see to it? */
+static bool
+ran_out(const Lease *lease, TimestampTz now)
+{
+	return OidIsValid(lease->dboid) && lease->until <= now && lease->held && !lease->settling &&
+		lease->nending == 0;
+}
+
+/*
+ * Find a lease of a subscription that has run out, and begin to settle it: this
+ * transaction is about to write it to the rows, and when it commits the lease is
+ * dropped.  False: there is none that nobody ends just now.
+ */
+bool
+outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result)
+{
+	TimestampTz now = GetCurrentTimestamp();
+	TimestampTz earliest = DT_NOEND;
+	Lease	   *found = NULL;
+	Touch	   *touch;
+	int			n = 0;
+	int			i;
+
+	if (shared == NULL || (TimestampTz) pg_atomic_read_u64(&shared->earliest) > now)
+		return false;
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	for (i = 0; i < shared->nleases; i++)
+	{
+		Lease	   *lease = &shared->leases[i];
+
+		/* its database is gone, or nobody claims there */
+		if (ran_out(lease, now) && now - lease->until > FORGET_US)
+			free_lease(lease);
+		if (!OidIsValid(lease->dboid))
+			continue;
+		earliest = Min(earliest, lease->until);
+		if (ran_out(lease, now) && lease->dboid == MyDatabaseId && lease->relid == relid &&
+			lease->subscription == subscription)
+		{
+			found = lease;
+			n = lease->njobs;
+		}
+	}
+	pg_atomic_write_u64(&shared->earliest, (uint64) earliest);
+	LWLockRelease(shared->lock);
+	if (found == NULL)
+		return false;
+
+	make_room(result, n);
+	touch = touch_lease(TOUCH_SETTLES, n);
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	/* has somebody else come first? */
+	if (ran_out(found, now) && found->dboid == MyDatabaseId && found->relid == relid &&
+		found->subscription == subscription && found->njobs <= n)
+	{
+		copy_lease(found, NULL, 0, result, touch);
+		found->settling = true;
+	}
+	else
+		found = NULL;
+	LWLockRelease(shared->lock);
+	return found != NULL;
+}
