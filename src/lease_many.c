@@ -323,6 +323,13 @@ outbox_enter_jobs(OutboxClaim *claim, OutboxJob *jobs, int n)
 	return claim->entered < 0 ? 0 : take(claim->entered, jobs, n);
 }
 
+/*
+ * A job that has not come to an end, in words of which the planner does not know
+ * that index jobs_due has it: while the table is small it might walk that index
+ * instead of fetching the rows at hand, and keep the plan.
+ */
+#define UNFINISHED " AND COALESCE(j.done_at, j.dead_at) IS NULL"
+
 /* The tids of the jobs of a lease as a parameter */
 static Datum
 tid_array(const OutboxLease *lease)
@@ -346,8 +353,7 @@ outbox_settle_expired(const OutboxConsumer *consumer)
 {
 	static OutboxPlan settle = {
 		"WITH l AS (SELECT j.ctid AS tid FROM outbox.jobs j WHERE j.id OPERATOR(pg_catalog.=) ANY ($4)"
-		" AND j.done_at IS NULL AND j.dead_at IS NULL AND j.claim IS NULL"
-		" FOR NO KEY UPDATE SKIP LOCKED)"
+		UNFINISHED " AND j.claim IS NULL FOR NO KEY UPDATE SKIP LOCKED)"
 		" UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
 		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
 		" FROM l WHERE j.ctid OPERATOR(pg_catalog.=) l.tid",
@@ -382,7 +388,7 @@ outbox_settle_job(int64 job, int64 claim)
 		"UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
 		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
 		" WHERE j.id OPERATOR(pg_catalog.=) $4"
-		" AND j.done_at IS NULL AND j.dead_at IS NULL AND j.claim IS NULL",
+		UNFINISHED " AND j.claim IS NULL",
 		4, {INT8OID, TIMESTAMPTZOID, TEXTOID, INT8OID}, NULL
 	};
 	Oid			relid = outbox_jobs_relid();
@@ -411,10 +417,10 @@ outbox_settle_job(int64 job, int64 claim)
 static int
 end_jobs(const OutboxLease *lease, int64 *done)
 {
-#define STILL_LEASED " AND j.done_at IS NULL AND j.dead_at IS NULL" \
+#define STILL_LEASED UNFINISHED \
 	" AND COALESCE(j.claim OPERATOR(pg_catalog.=) $1, true) RETURNING j.id"
 #define END_HERE " ROWS FROM (pg_catalog.unnest($4), pg_catalog.unnest($5)) AS u(tid, id)" \
-	" WHERE j.ctid OPERATOR(pg_catalog.=) u.tid AND j.id OPERATOR(pg_catalog.=) u.id" STILL_LEASED
+	" WHERE j.ctid OPERATOR(pg_catalog.=) u.tid AND (j.id OPERATOR(pg_catalog.=) u.id) IS TRUE" STILL_LEASED
 #define END_BY_ID " WHERE j.id OPERATOR(pg_catalog.=) ANY ($5) AND $4 IS NULL" STILL_LEASED
 #define SET_DONE "UPDATE outbox.jobs j SET done_at = $2, claim = $1, holder = $3, attempts =" \
 	" CASE WHEN j.claim IS NULL THEN LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1 ELSE j.attempts END"
