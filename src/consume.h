@@ -150,6 +150,7 @@ extern void outbox_leases_shmem(void *memory, bool found);
 extern void outbox_leases_init(void);
 extern bool outbox_lease_number(Oid sequence, int64 *number);
 extern void outbox_lease_numbers(Oid sequence, int64 next, int64 end);
+extern bool outbox_lease_number_is_durable(Oid sequence, int64 number);
 extern int	outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row);
 extern int	outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken);
 extern void outbox_lease_drop(int number, const OutboxJob *jobs, int n);
@@ -163,6 +164,13 @@ extern void outbox_lease_has_rows(Oid relid, int64 claim);
 extern int	outbox_lease_prolong(Oid relid, int64 claim, TimestampTz until, bool *rows);
 extern int32 outbox_lease_subscription(Oid relid, int64 claim);
 extern bool outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result);
+
+/* claim_commit.c */
+extern void outbox_claim_commit_init(void);
+extern Oid	outbox_our_relation(const char *name);
+extern int64 outbox_next_claim(bool in_memory);
+extern void outbox_claim_begins(void);
+extern void outbox_claim_ended(void);
 
 /* lease_many.c: as the owner of the extension, connected to SPI */
 extern Oid	outbox_jobs_relid(void);

@@ -18,18 +18,11 @@
 #include "access/htup_details.h"
 #include "access/table.h"
 #include "access/tableam.h"
-#include "access/xact.h"
-#include "access/xlog.h"
-#include "access/xloginsert.h"
-#include "catalog/namespace.h"
 #include "catalog/pg_type.h"
-#include "commands/sequence.h"
 #include "executor/tuptable.h"
 #include "miscadmin.h"
-#include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
-#include "utils/lsyscache.h"
 #include "utils/rel.h"
 #include "utils/snapmgr.h"
 
@@ -38,9 +31,6 @@
  * outlive the server.
  */
 #define MANY_JOBS 8
-
-/* As the install script has it: one draw of the sequence is so many claims */
-#define CLAIMS_A_DRAW 1000
 
 /* Columns of outbox.jobs */
 enum JobColumn
@@ -55,44 +45,11 @@ enum JobColumn
 	COLUMN_CLAIM
 };
 
-/* A relation of ours; raises when it is gone. */
-static Oid
-our_relation(const char *name)
-{
-	Oid			relid = get_relname_relid(name, get_namespace_oid(OUTBOX_SCHEMA, false));
-
-	if (!OidIsValid(relid))
-		ereport(ERROR,
-				(errcode(ERRCODE_UNDEFINED_TABLE),
-				 errmsg("relation \"%s.%s\" does not exist", OUTBOX_SCHEMA, name)));
-	return relid;
-}
-
 /* Oid of outbox.jobs */
 Oid
 outbox_jobs_relid(void)
 {
-	return our_relation("jobs");
-}
-
-/*
- * The number of a claim that may write nothing.  No two have the same, also when
- * the server has crashed in between: the numbers that are kept in shared memory
- * were drawn by a record that has been flushed.
- */
-static int64
-next_claim_in_memory(void)
-{
-	Oid			sequence = our_relation("claims_in_memory");
-	int64		result;
-
-	if (!outbox_lease_number(sequence, &result))
-	{
-		result = nextval_internal(sequence, false);
-		XLogFlush(GetXLogInsertRecPtr());
-		outbox_lease_numbers(sequence, result + 1, result + CLAIMS_A_DRAW);
-	}
-	return result;
+	return outbox_our_relation("jobs");
 }
 
 /*
@@ -102,10 +59,7 @@ next_claim_in_memory(void)
 void
 outbox_begin_lease(OutboxClaim *claim)
 {
-	if (claim->nmemory > 0)
-		claim->claim = next_claim_in_memory();
-	else
-		claim->claim = nextval_internal(our_relation("claims"), false);
+	claim->claim = outbox_next_claim(claim->nmemory > 0);
 	claim->leased_until = GetCurrentTimestamp() + claim->lease;
 	outbox_hint_note(claim->consumer->id, claim->leased_until,
 					 outbox_handler_owner(claim->consumer));
@@ -166,7 +120,7 @@ static int
 walk(OutboxClaim *claim, Relation rel, TimestampTz from, TimestampTz now, TimestampTz *end,
 	 bool *drained)
 {
-	Relation	index = index_open(our_relation("jobs_due"), AccessShareLock);
+	Relation	index = index_open(outbox_our_relation("jobs_due"), AccessShareLock);
 	Snapshot	snapshot = RegisterSnapshot(GetLatestSnapshot());
 	ScanKeyData keys[3];
 	SysScanDesc scan;

@@ -36,7 +36,7 @@
 #define RESERVED 16384			/* of them, for claims that write to the rows */
 #define RESERVED_LEASES 1024
 #define MAX_HOLDER 256
-#define MAX_NUMBERS 16			/* databases */
+#define MAX_NUMBERS 32			/* sequences, two in a database */
 #define NOWHERE (-1)
 
 /* One that ran out so long ago, and was not settled, is forgotten */
@@ -433,7 +433,34 @@ outbox_lease_number(Oid sequence, int64 *number)
 	return found;
 }
 
-/* Leave the numbers from next on, below end, to whoever comes. */
+/*
+ * Is it known that a sequence will not draw a number again after a crash?  For one
+ * whose numbers are not left here.
+ */
+bool
+outbox_lease_number_is_durable(Oid sequence, int64 number)
+{
+	bool		result = false;
+	int			i;
+
+	if (shared == NULL)
+		return false;
+	LWLockAcquire(shared->lock, LW_SHARED);
+	for (i = 0; i < MAX_NUMBERS && !result; i++)
+	{
+		const Numbers *numbers = &shared->numbers[i];
+
+		result = numbers->dboid == MyDatabaseId && numbers->relid == sequence &&
+			number >= numbers->next && number < numbers->end;
+	}
+	LWLockRelease(shared->lock);
+	return result;
+}
+
+/*
+ * The numbers of a sequence from next on, below end, are drawn, and flushed: they
+ * are left to whoever comes.
+ */
 void
 outbox_lease_numbers(Oid sequence, int64 next, int64 end)
 {
@@ -443,14 +470,18 @@ outbox_lease_numbers(Oid sequence, int64 next, int64 end)
 	if (shared == NULL)
 		return;
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
-	place = &shared->numbers[MyDatabaseId % MAX_NUMBERS];
+	/* its own place, or a free one, or any */
+	place = &shared->numbers[(MyDatabaseId + sequence) % MAX_NUMBERS];
 	for (i = 0; i < MAX_NUMBERS; i++)
 	{
 		Numbers    *numbers = &shared->numbers[i];
 
 		if (numbers->dboid == MyDatabaseId && numbers->relid == sequence)
+		{
 			place = numbers;
-		else if (numbers->next >= numbers->end && place->next < place->end)
+			break;
+		}
+		if (!OidIsValid(numbers->dboid) && OidIsValid(place->dboid))
 			place = numbers;
 	}
 	place->dboid = MyDatabaseId;

@@ -1,0 +1,137 @@
+/*-------------------------------------------------------------------------
+ *
+ * claim_commit.c
+ *		The numbers of claims, and the commit of a transaction that does
+ *		nothing but claim.
+ *
+ * A lease that is lost in a crash only makes its jobs due at once, so nobody
+ * need wait for the flush of a claim: a transaction in which nothing else was
+ * written commits asynchronously.  But no two claims may ever have the same
+ * number, so a number is used only when the record by which the sequence knows
+ * that it was drawn has been flushed.
+ *
+ *-------------------------------------------------------------------------
+ */
+#include "consume.h"
+
+#include "access/xact.h"
+#include "access/xlog.h"
+#include "catalog/namespace.h"
+#include "commands/sequence.h"
+#include "executor/instrument.h"
+#include "utils/guc.h"
+#include "utils/lsyscache.h"
+
+/* As the install script has it: one draw of claims_in_memory is so many claims */
+#define CLAIMS_A_DRAW 1000
+
+/* One record of a sequence that draws one by one is good for so many more */
+#define LOGGED_AHEAD 32
+
+/* Has this transaction written nothing but claims, and how much had it then? */
+static bool alone = false;
+static bool claimed = false;
+static int64 wal_records;
+
+/* A relation of ours; raises when it is gone. */
+Oid
+outbox_our_relation(const char *name)
+{
+	Oid			relid = get_relname_relid(name, get_namespace_oid(OUTBOX_SCHEMA, false));
+
+	if (!OidIsValid(relid))
+		ereport(ERROR,
+				(errcode(ERRCODE_UNDEFINED_TABLE),
+				 errmsg("relation \"%s.%s\" does not exist", OUTBOX_SCHEMA, name)));
+	return relid;
+}
+
+/* The number of a claim that may write nothing, of those that were drawn at once */
+static int64
+next_in_memory(void)
+{
+	Oid			sequence = outbox_our_relation("claims_in_memory");
+	int64		result;
+
+	if (!outbox_lease_number(sequence, &result))
+	{
+		result = nextval_internal(sequence, false);
+		XLogFlush(GetXLogInsertRecPtr());
+		outbox_lease_numbers(sequence, result + 1, result + CLAIMS_A_DRAW);
+	}
+	return result;
+}
+
+/* The number of a claim that writes its leases to the rows */
+static int64
+next_in_rows(void)
+{
+	Oid			sequence = outbox_our_relation("claims");
+	int64		before = pgWalUsage.wal_records;
+	int64		result = nextval_internal(sequence, false);
+	bool		logged = pgWalUsage.wal_records != before;
+
+	if (logged || !outbox_lease_number_is_durable(sequence, result))
+	{
+		XLogFlush(GetXLogInsertRecPtr());
+		outbox_lease_numbers(sequence, result, logged ? result + LOGGED_AHEAD + 1 : result + 1);
+	}
+	return result;
+}
+
+/*
+ * The number of a new claim.  No two have the same, also when the server has
+ * crashed in between.
+ */
+int64
+outbox_next_claim(bool in_memory)
+{
+	return in_memory ? next_in_memory() : next_in_rows();
+}
+
+/* A call is about to claim. */
+void
+outbox_claim_begins(void)
+{
+	if (!claimed)
+		alone = !TransactionIdIsValid(GetTopTransactionIdIfAny());
+	else
+		alone = alone && pgWalUsage.wal_records == wal_records;
+	claimed = true;
+}
+
+/* It has claimed. */
+void
+outbox_claim_ended(void)
+{
+	wal_records = pgWalUsage.wal_records;
+}
+
+/* Before a transaction commits, and at its end */
+static void
+at_xact_event(XactEvent event, void *arg)
+{
+	switch (event)
+	{
+		case XACT_EVENT_PRE_COMMIT:
+			if (claimed && alone && pgWalUsage.wal_records == wal_records &&
+				synchronous_commit != SYNCHRONOUS_COMMIT_OFF)
+				(void) set_config_option("synchronous_commit", "off", PGC_USERSET, PGC_S_SESSION,
+										 GUC_ACTION_LOCAL, true, 0, false);
+			break;
+		case XACT_EVENT_COMMIT:
+		case XACT_EVENT_ABORT:
+		case XACT_EVENT_PREPARE:
+			claimed = false;
+			break;
+		default:
+			break;
+	}
+}
+
+/* Register the callback; called once, when the library is loaded. */
+void
+outbox_claim_commit_init(void)
+{
+	RegisterXactCallback(at_xact_event, NULL);
+}
