@@ -166,6 +166,22 @@ check_relay(CheckState *state, int i, const OutboxRelay *relay)
 			   i + 1, relay->notify_failures);
 }
 
+/* Is what is kept no longer deleted? */
+static void
+check_retention(CheckState *state, OutboxDatabase *db)
+{
+	OutboxPruned pruned;
+
+	SpinLockAcquire(&db->mutex);
+	pruned = db->pruned;
+	SpinLockRelease(&db->mutex);
+	if (pruned.failed_at != 0)
+		report(state, CHECK_WARNING,
+			   "It is tried again by itself; remove the cause, then CALL outbox.prune() shows whether it works.",
+			   "events or jobs that are kept no longer could not be deleted, last %s: %s",
+			   ago(pruned.failed_at), outbox_clip(pruned.error, OUTBOX_ERROR_LEN));
+}
+
 /* The relays of this database */
 static void
 check_relays(CheckState *state)
@@ -212,6 +228,7 @@ check_relays(CheckState *state)
 		if (outbox_read_relay(db, MyDatabaseId, i, &relay))
 			check_relay(state, i, &relay);
 	}
+	check_retention(state, db);
 }
 
 /* Is the database armed, and not stopped? */

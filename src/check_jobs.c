@@ -88,7 +88,7 @@ outbox_check_subscriptions(CheckState *state)
 		"SELECT s.name, j.created_at FROM outbox.subscriptions s"
 		" CROSS JOIN LATERAL (SELECT j.created_at, j.due_at FROM outbox.jobs j"
 		" WHERE j.subscription_id OPERATOR(pg_catalog.=) s.id AND j.done_at IS NULL AND j.dead_at IS NULL"
-		" ORDER BY j.due_at, j.id LIMIT 1) j"
+		" AND NOT outbox.leased(j.id) ORDER BY j.due_at, j.id LIMIT 1) j"
 		" WHERE s.paused_at IS NULL"
 		" AND j.due_at OPERATOR(pg_catalog.<) (pg_catalog.now() OPERATOR(pg_catalog.-) '1 day'::interval)"
 		" ORDER BY s.name COLLATE \"C\" LIMIT 20",

@@ -172,6 +172,8 @@ cycles(1);
 wait_for($node, 'all but one', q{SELECT count(*) = 1 FROM outbox.events WHERE type = 'old' AND subject NOT LIKE 'kept%'});
 $node->wait_for_log(qr/1 event that is kept no longer could not be deleted/, $log);
 like(slurp_file($node->logfile, $log), qr/DETAIL:  event \d+: 23503: /, 'why one cannot be deleted');
+my $found = q{SELECT count(*) FROM outbox.check() WHERE level = 'warning' AND finding LIKE '%could not be deleted, last %: event % 23503: %'};
+wait_for($node, 'outbox.check() to say so', "SELECT ($found) = 1");
 sql('DROP TABLE audit');
 wait_for($node, 'that one', q{SELECT count(*) = 0 FROM outbox.events WHERE type = 'old' AND subject NOT LIKE 'kept%'});
 
@@ -194,6 +196,7 @@ cmp_ok($lines, '<', 50, 'it is tried again, and not all the time');
 is(sql(q{SELECT count(*) FROM outbox.events WHERE type = 'old' AND subject NOT LIKE 'kept%'}), 300, 'nothing is lost');
 sql('DROP TRIGGER full_disk ON outbox.events');
 wait_for($node, 'recovery', q{SELECT count(*) = 0 FROM outbox.events WHERE type = 'old' AND subject NOT LIKE 'kept%'});
+wait_for($node, 'outbox.check() to find no trouble', q{SELECT count(*) = 0 FROM outbox.check() WHERE finding LIKE '%could not be deleted%'});
 
 # At rest nothing is deleted.
 sql(q{SELECT outbox.stop()});
