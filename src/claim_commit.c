@@ -16,6 +16,7 @@
 
 #include "access/xact.h"
 #include "access/xlog.h"
+#include "access/xlog_internal.h"
 #include "catalog/namespace.h"
 #include "commands/sequence.h"
 #include "executor/instrument.h"
@@ -46,6 +47,21 @@ outbox_our_relation(const char *name)
 	return relid;
 }
 
+/*
+ * Flush what has been written so far.  At the very end of a page the next record
+ * is said to begin behind the header of the next page, which is not there yet.
+ */
+static void
+flush_so_far(void)
+{
+	XLogRecPtr	lsn = GetXLogInsertRecPtr();
+	bool		first = XLogSegmentOffset(lsn, wal_segment_size) < XLOG_BLCKSZ;
+
+	if (lsn % XLOG_BLCKSZ == (first ? SizeOfXLogLongPHD : SizeOfXLogShortPHD))
+		lsn -= lsn % XLOG_BLCKSZ;
+	XLogFlush(lsn);
+}
+
 /* The number of a claim that may write nothing, of those that were drawn at once */
 static int64
 next_in_memory(void)
@@ -56,7 +72,7 @@ next_in_memory(void)
 	if (!outbox_lease_number(sequence, &result))
 	{
 		result = nextval_internal(sequence, false);
-		XLogFlush(GetXLogInsertRecPtr());
+		flush_so_far();
 		outbox_lease_numbers(sequence, result + 1, result + CLAIMS_A_DRAW);
 	}
 	return result;
@@ -73,7 +89,7 @@ next_in_rows(void)
 
 	if (logged || !outbox_lease_number_is_durable(sequence, result))
 	{
-		XLogFlush(GetXLogInsertRecPtr());
+		flush_so_far();
 		outbox_lease_numbers(sequence, result, logged ? result + LOGGED_AHEAD + 1 : result + 1);
 	}
 	return result;

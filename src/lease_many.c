@@ -15,12 +15,14 @@
 #include "consume.h"
 
 #include "access/genam.h"
+#include "access/heapam.h"
 #include "access/htup_details.h"
 #include "access/table.h"
 #include "access/tableam.h"
 #include "catalog/pg_type.h"
 #include "executor/tuptable.h"
 #include "miscadmin.h"
+#include "storage/bufmgr.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
 #include "utils/rel.h"
@@ -173,8 +175,25 @@ walk(OutboxClaim *claim, Relation rel, TimestampTz from, TimestampTz now, Timest
 }
 
 /*
- * Are the rows of the jobs that were taken still what they were?  Those that are
- * not are left alone.  Returns how many remain.
+ * Is nobody about to change a row, which can be seen?  Not every lock on a row is
+ * in the table of leases: a prepared transaction has none there, nor has one that
+ * cancels a job.
+ */
+static bool
+is_free(TupleTableSlot *slot)
+{
+	BufferHeapTupleTableSlot *tuple = (BufferHeapTupleTableSlot *) slot;
+	TM_Result	result;
+
+	LockBuffer(tuple->buffer, BUFFER_LOCK_SHARE);
+	result = HeapTupleSatisfiesUpdate(tuple->base.tuple, GetCurrentCommandId(false), tuple->buffer);
+	LockBuffer(tuple->buffer, BUFFER_LOCK_UNLOCK);
+	return result == TM_Ok;
+}
+
+/*
+ * Are the rows of the jobs that were taken still what they were, and does nobody
+ * lock them?  Those that are not are left alone.  Returns how many remain.
  */
 static int
 look_again(OutboxClaim *claim, Relation rel, int n)
@@ -189,7 +208,7 @@ look_again(OutboxClaim *claim, Relation rel, int n)
 	{
 		OutboxJob  *job = &claim->jobs[i];
 
-		if (table_tuple_fetch_row_version(rel, &job->tid, snapshot, slot))
+		if (table_tuple_fetch_row_version(rel, &job->tid, snapshot, slot) && is_free(slot))
 			claim->jobs[kept++] = *job;
 		else
 		{
