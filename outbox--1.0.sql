@@ -124,7 +124,7 @@ CREATE TABLE outbox.jobs (
 	claim bigint,
 	holder text,
 	cancelled boolean
-);
+) USING heap;
 CREATE INDEX jobs_due ON outbox.jobs (subscription_id, due_at, id)
 	WHERE done_at IS NULL AND dead_at IS NULL;
 CREATE INDEX jobs_subject ON outbox.jobs (subscription_id, subject_key, (dead_at IS NULL), id)

@@ -67,7 +67,8 @@ typedef struct OutboxClaim
 	OutboxJob  *jobs;			/* in the current context */
 	int			nmemory;		/* of them, the first are leased in memory ... */
 	int			memory;			/* ... by this number of lease_table.c */
-	int			entered;		/* the same for those that are not; -1: none yet */
+	int			entered;		/* the same for those that are not; -1: none
+								 * yet */
 	bool		drained;		/* nothing more was due */
 } OutboxClaim;
 
@@ -79,7 +80,8 @@ typedef struct OutboxLease
 	int64		claim;
 	TimestampTz until;
 	TimestampTz first_due;		/* of its jobs, as their rows have it */
-	bool		rows;			/* others of the claim may be leased in their rows */
+	bool		rows;			/* others of the claim may be leased in their
+								 * rows */
 	int			njobs;
 	int64	   *jobs;
 	ItemPointerData *tids;		/* where they were */

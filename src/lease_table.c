@@ -56,7 +56,8 @@ typedef struct LeasedJob
 typedef struct Lease
 {
 	Oid			dboid;			/* InvalidOid: free */
-	Oid			relid;			/* of outbox.jobs: another after CREATE EXTENSION */
+	Oid			relid;			/* of outbox.jobs: another after CREATE
+								 * EXTENSION */
 	int32		subscription;
 	Oid			handler_owner;
 	int64		claim;			/* 0: not yet known, or not to be kept */
@@ -64,7 +65,8 @@ typedef struct Lease
 	TimestampTz first_due;		/* of its jobs, as the table has them */
 	bool		held;			/* its claim has committed */
 	bool		settling;		/* somebody writes it to the rows */
-	bool		rows;			/* jobs of the claim may be leased in their rows */
+	bool		rows;			/* jobs of the claim may be leased in their
+								 * rows */
 	int			taker;			/* process whose transaction enters the jobs */
 	int			nending;		/* transactions that end jobs of it */
 	int			njobs;
