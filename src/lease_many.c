@@ -350,6 +350,29 @@ outbox_settle_expired(const OutboxConsumer *consumer)
 	}
 }
 
+/* Write the lease of a job, which this transaction ends in memory, to its row. */
+static void
+settle(const OutboxLease *lease, int64 job)
+{
+	static OutboxPlan settle = {
+		"UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
+		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
+		" WHERE j.id OPERATOR(pg_catalog.=) $4"
+		" AND j.done_at IS NULL AND j.dead_at IS NULL AND j.claim IS NULL",
+		4, {INT8OID, TIMESTAMPTZOID, TEXTOID, INT8OID}, NULL
+	};
+	Datum		values[4];
+
+	values[0] = Int64GetDatum(lease->claim);
+	values[1] = TimestampTzGetDatum(lease->until);
+	values[2] = CStringGetTextDatum(lease->holder);
+	values[3] = Int64GetDatum(job);
+	outbox_execute(&settle, values, NULL, SPI_OK_UPDATE);
+	outbox_lease_has_rows(outbox_jobs_relid(), lease->claim);
+	outbox_hint_note(lease->subscription, lease->until, lease->handler_owner);
+	outbox_hint_note_abort(lease->subscription, lease->first_due, lease->handler_owner);
+}
+
 /*
  * Write the lease of a job to its row, if it is kept in memory, so that what
  * follows finds it there.  claim: only when that one has it; 0: any.
@@ -357,29 +380,13 @@ outbox_settle_expired(const OutboxConsumer *consumer)
 void
 outbox_settle_job(int64 job, int64 claim)
 {
-	static OutboxPlan settle = {
-		"UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
-		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
-		" WHERE j.id OPERATOR(pg_catalog.=) $4"
-		UNFINISHED " AND j.claim IS NULL",
-		4, {INT8OID, TIMESTAMPTZOID, TEXTOID, INT8OID}, NULL
-	};
 	Oid			relid = outbox_jobs_relid();
 	OutboxLease lease;
-	Datum		values[4];
 
 	if (!outbox_lease_of(relid, job, &lease) || (claim != 0 && lease.claim != claim))
 		return;
-	if (!outbox_lease_end(relid, lease.claim, &job, 1, &lease) || lease.njobs == 0)
-		return;
-	values[0] = Int64GetDatum(lease.claim);
-	values[1] = TimestampTzGetDatum(lease.until);
-	values[2] = CStringGetTextDatum(lease.holder);
-	values[3] = Int64GetDatum(job);
-	outbox_execute(&settle, values, NULL, SPI_OK_UPDATE);
-	outbox_lease_has_rows(relid, lease.claim);
-	outbox_hint_note(lease.subscription, lease.until, lease.handler_owner);
-	outbox_hint_note_abort(lease.subscription, lease.first_due, lease.handler_owner);
+	if (outbox_lease_end(relid, lease.claim, &job, 1, &lease) && lease.njobs > 0)
+		settle(&lease, job);
 }
 
 /*
@@ -459,7 +466,7 @@ outbox_complete_in_memory(int64 claim, const int64 *wanted, int nwanted, Oid cal
 	{
 		/* it was not when they were claimed */
 		for (i = 0; i < lease.njobs; i++)
-			outbox_settle_job(lease.jobs[i], claim);
+			settle(&lease, lease.jobs[i]);
 		return false;
 	}
 	*rows = lease.rows;
