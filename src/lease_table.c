@@ -538,6 +538,11 @@ outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
 
 	if (shared == NULL)
 		return NOWHERE;
+	/* one will do for many claims of few jobs */
+	if (row && touches != NULL && touches->kind == TOUCH_TAKES && touches->claim == 0 &&
+		touches->lease != NOWHERE && shared->leases[touches->lease].rows &&
+		touches->level == GetCurrentTransactionNestLevel())
+		return touches->lease;
 	touch = touch_lease(TOUCH_TAKES, 0);
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
 	if (!row && shared->nused >= MAX_LEASES - RESERVED_LEASES)
@@ -573,14 +578,15 @@ outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
 
 /*
  * Take jobs for a lease: sets taken of each, to whether nobody else has it and
- * there was room.  Returns how many were taken.
+ * there was room.  Leases that will be written to rows, which are locked, need no
+ * room: nobody takes those (see lease_many.c).  False when room was lacking.
  */
-int
+bool
 outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 {
 	Lease	   *lease = &shared->leases[number];
 	int			room = lease->rows ? MAX_LEASED : MAX_LEASED - RESERVED;
-	int			count = 0;
+	bool		enough = true;
 	int			i;
 
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
@@ -590,9 +596,14 @@ outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 		int32	   *bucket;
 		int32		place = shared->free_job;
 
-		taken[i] = entry != NULL && lease->rows && is_own(entry);
-		if (shared->njobs >= room || entry != NULL)
+		taken[i] = lease->rows && (entry == NULL || is_own(entry));
+		if (entry != NULL)
 			continue;
+		if (shared->njobs >= room)
+		{
+			enough = false;
+			continue;
+		}
 		entry = &shared->jobs[place];
 		shared->free_job = entry->next;
 		bucket = job_bucket(MyDatabaseId, jobs[i].id);
@@ -609,12 +620,26 @@ outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 		lease->first_due = Min(lease->first_due, jobs[i].due_at);
 		shared->njobs++;
 		taken[i] = true;
-		count++;
 	}
-	if (count > 0)
+	if (shared->njobs > 0)
 		pg_atomic_write_u32(&shared->any, 1);
 	LWLockRelease(shared->lock);
-	return count;
+	return enough;
+}
+
+/* Nothing was taken for the lease that was opened last: leave its place. */
+void
+outbox_lease_close(int number)
+{
+	Touch	   *touch = touches;
+
+	Assert(touch->kind == TOUCH_TAKES && touch->lease == number);
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	free_lease(&shared->leases[number]);
+	LWLockRelease(shared->lock);
+	touches = touch->below;
+	pfree(touch->jobs);
+	pfree(touch);
 }
 
 /* Leave jobs that were taken to others again. */
@@ -677,7 +702,7 @@ outbox_is_leased(Oid relid, int64 job)
 	return result;
 }
 
-/* Which claim holds a job here?  False: none does. */
+/* Which claim holds a job here?  False: none does, or the row of the job says it. */
 bool
 outbox_lease_of(Oid relid, int64 job, OutboxLease *result)
 {
@@ -688,7 +713,7 @@ outbox_lease_of(Oid relid, int64 job, OutboxLease *result)
 		return false;
 	LWLockAcquire(shared->lock, LW_SHARED);
 	entry = find_job(relid, job);
-	if (entry != NULL && is_known(&shared->leases[entry->lease]))
+	if (entry != NULL && is_known(&shared->leases[entry->lease]) && !is_ending(entry))
 	{
 		const Lease *lease = &shared->leases[entry->lease];
 
