@@ -449,7 +449,7 @@ COMMENT ON FUNCTION outbox.done_total(int) IS
 CREATE FUNCTION outbox.leased(job bigint) RETURNS boolean
 	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_leased';
 COMMENT ON FUNCTION outbox.leased(bigint) IS
-	'whether the lease of a job is kept in shared memory; for the views, and for claims';
+	'whether the lease of a job is kept in shared memory; for claims';
 
 CREATE FUNCTION outbox.leased_until(job bigint) RETURNS timestamptz
 	LANGUAGE c STRICT VOLATILE PARALLEL RESTRICTED AS 'MODULE_PATHNAME', 'outbox_leased_until';
@@ -643,15 +643,16 @@ CREATE VIEW outbox.stat_subscription WITH (security_barrier) AS
 	FROM outbox.subscriptions s
 		LEFT JOIN pg_catalog.pg_roles o ON o.oid OPERATOR(pg_catalog.=) s.owner_oid AND o.rolname OPERATOR(pg_catalog.=) s.owner
 		CROSS JOIN LATERAL (
-			SELECT pg_catalog.count(*) FILTER (WHERE j.attempts OPERATOR(pg_catalog.=) 0 AND NOT j.running) AS waiting,
+			SELECT pg_catalog.count(*) FILTER (WHERE NOT j.tried AND NOT j.running) AS waiting,
 				pg_catalog.count(*) FILTER (WHERE j.running) AS running,
-				pg_catalog.count(*) FILTER (WHERE j.attempts OPERATOR(pg_catalog.>) 0 AND NOT j.running) AS retrying,
+				pg_catalog.count(*) FILTER (WHERE j.tried AND NOT j.running) AS retrying,
 				pg_catalog.min(j.created_at) AS oldest_waiting
-			FROM (SELECT created_at, attempts,
-					claim IS NOT NULL AND due_at OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() OR outbox.leased(id) AS running
-				FROM outbox.jobs
-				WHERE subscription_id OPERATOR(pg_catalog.=) s.id AND done_at IS NULL AND dead_at IS NULL
-				ORDER BY due_at, id LIMIT 100000) j
+			FROM (SELECT l.created_at, l.attempts OPERATOR(pg_catalog.>) 0 OR l.until IS NOT NULL AS tried,
+					COALESCE(l.until, CASE WHEN l.claim IS NOT NULL THEN l.due_at END, '-infinity')
+						OPERATOR(pg_catalog.>) pg_catalog.clock_timestamp() AS running
+				FROM (SELECT created_at, attempts, claim, due_at, outbox.leased_until(id) AS until FROM outbox.jobs
+					WHERE subscription_id OPERATOR(pg_catalog.=) s.id AND done_at IS NULL AND dead_at IS NULL
+					ORDER BY due_at, id LIMIT 100000) l) j
 		) w
 		CROSS JOIN LATERAL (
 			SELECT pg_catalog.count(*) AS dead FROM (SELECT FROM outbox.jobs

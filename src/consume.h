@@ -154,7 +154,8 @@ extern bool outbox_lease_number(Oid sequence, int64 *number);
 extern void outbox_lease_numbers(Oid sequence, int64 next, int64 end);
 extern bool outbox_lease_number_is_durable(Oid sequence, int64 number);
 extern int	outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row);
-extern int	outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken);
+extern bool outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken);
+extern void outbox_lease_close(int number);
 extern void outbox_lease_drop(int number, const OutboxJob *jobs, int n);
 extern void outbox_lease_keep(int number, int64 claim, TimestampTz until, const char *holder,
 							  bool rows);

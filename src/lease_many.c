@@ -97,14 +97,13 @@ read_row(HeapTuple tuple, TupleDesc desc, OutboxJob *job)
 
 /* Take what has been found, and keep what was taken; returns how many. */
 static int
-take(int lease, OutboxJob *jobs, int n)
+take(int lease, OutboxJob *jobs, int n, bool *enough)
 {
 	bool	   *taken = palloc(Max(n, 1) * sizeof(bool));
 	int			kept = 0;
 	int			i;
 
-	if (n > 0)
-		(void) outbox_lease_take(lease, jobs, n, taken);
+	*enough = n == 0 || outbox_lease_take(lease, jobs, n, taken);
 	for (i = 0; i < n; i++)
 	{
 		if (taken[i])
@@ -141,6 +140,8 @@ walk(OutboxClaim *claim, Relation rel, TimestampTz from, TimestampTz now, Timest
 	*end = now;
 	for (;;)
 	{
+		TimestampTz first;
+		bool		enough;
 		int			found = n;
 
 		while (found < limit &&
@@ -158,7 +159,14 @@ walk(OutboxClaim *claim, Relation rel, TimestampTz from, TimestampTz now, Timest
 			if (!outbox_is_leased(RelationGetRelid(rel), job->id))
 				found++;
 		}
-		n += take(claim->memory, claim->jobs + n, found - n);
+		first = found > n ? claim->jobs[n].due_at : now;
+		n += take(claim->memory, claim->jobs + n, found - n, &enough);
+		if (!enough)
+		{
+			*drained = false;
+			*end = first;
+			break;
+		}
 		if (n < limit && found == limit)
 			continue;			/* others were quicker */
 		if (n == limit)
@@ -231,7 +239,8 @@ look_again(OutboxClaim *claim, Relation rel, int n)
  * the first claim->nmemory of the jobs.  None when there are few.
  *
  * Not in a transaction with one snapshot for all of its statements, which would
- * not see what is claimed here.
+ * not see what is claimed here, nor in one that is to change nothing, although
+ * nothing is written.
  */
 void
 outbox_claim_in_memory(OutboxClaim *claim)
@@ -249,7 +258,7 @@ outbox_claim_in_memory(OutboxClaim *claim)
 	claim->nmemory = 0;
 	claim->memory = -1;
 	if (!claim->in_memory || claim->max_jobs < MANY_JOBS || consumer->ordered ||
-		IsolationUsesXactSnapshot())
+		IsolationUsesXactSnapshot() || XactReadOnly)
 		return;
 	rel = table_open(outbox_jobs_relid(), AccessShareLock);
 	claim->memory = outbox_lease_open(RelationGetRelid(rel), consumer->id, handler_owner, false);
@@ -277,23 +286,37 @@ outbox_claim_in_memory(OutboxClaim *claim)
 				claim->jobs[i].attempt++;
 		}
 		claim->nmemory = n;
+		if (n == 0)
+			outbox_lease_close(claim->memory);
 	}
 	table_close(rel, NoLock);
 }
 
 /*
  * Enter jobs that a claim has locked, until the transaction ends, so that no
- * other takes them; leaves out those that another has.  Returns how many remain.
+ * other takes them; leaves out those that another has.  Where there is no place
+ * the locks will do.  Returns how many remain.
  */
 int
 outbox_enter_jobs(OutboxClaim *claim, OutboxJob *jobs, int n)
 {
+	bool		enough;
+	int			kept = 0;
+	int			i;
+
 	if (n == 0)
 		return 0;
 	if (claim->entered < 0)
 		claim->entered = outbox_lease_open(outbox_jobs_relid(), claim->consumer->id,
 										   outbox_handler_owner(claim->consumer), true);
-	return claim->entered < 0 ? 0 : take(claim->entered, jobs, n);
+	if (claim->entered >= 0)
+		return take(claim->entered, jobs, n, &enough);
+	for (i = 0; i < n; i++)
+	{
+		if (!outbox_is_leased(outbox_jobs_relid(), jobs[i].id))
+			jobs[kept++] = jobs[i];
+	}
+	return kept;
 }
 
 /*
@@ -350,6 +373,29 @@ outbox_settle_expired(const OutboxConsumer *consumer)
 	}
 }
 
+/* Write the lease of a job, which this transaction ends in memory, to its row. */
+static void
+settle(const OutboxLease *lease, int64 job)
+{
+	static OutboxPlan settle = {
+		"UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
+		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
+		" WHERE j.id OPERATOR(pg_catalog.=) $4"
+		" AND j.done_at IS NULL AND j.dead_at IS NULL AND j.claim IS NULL",
+		4, {INT8OID, TIMESTAMPTZOID, TEXTOID, INT8OID}, NULL
+	};
+	Datum		values[4];
+
+	values[0] = Int64GetDatum(lease->claim);
+	values[1] = TimestampTzGetDatum(lease->until);
+	values[2] = CStringGetTextDatum(lease->holder);
+	values[3] = Int64GetDatum(job);
+	outbox_execute(&settle, values, NULL, SPI_OK_UPDATE);
+	outbox_lease_has_rows(outbox_jobs_relid(), lease->claim);
+	outbox_hint_note(lease->subscription, lease->until, lease->handler_owner);
+	outbox_hint_note_abort(lease->subscription, lease->first_due, lease->handler_owner);
+}
+
 /*
  * Write the lease of a job to its row, if it is kept in memory, so that what
  * follows finds it there.  claim: only when that one has it; 0: any.
@@ -357,29 +403,13 @@ outbox_settle_expired(const OutboxConsumer *consumer)
 void
 outbox_settle_job(int64 job, int64 claim)
 {
-	static OutboxPlan settle = {
-		"UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
-		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
-		" WHERE j.id OPERATOR(pg_catalog.=) $4"
-		UNFINISHED " AND j.claim IS NULL",
-		4, {INT8OID, TIMESTAMPTZOID, TEXTOID, INT8OID}, NULL
-	};
 	Oid			relid = outbox_jobs_relid();
 	OutboxLease lease;
-	Datum		values[4];
 
 	if (!outbox_lease_of(relid, job, &lease) || (claim != 0 && lease.claim != claim))
 		return;
-	if (!outbox_lease_end(relid, lease.claim, &job, 1, &lease) || lease.njobs == 0)
-		return;
-	values[0] = Int64GetDatum(lease.claim);
-	values[1] = TimestampTzGetDatum(lease.until);
-	values[2] = CStringGetTextDatum(lease.holder);
-	values[3] = Int64GetDatum(job);
-	outbox_execute(&settle, values, NULL, SPI_OK_UPDATE);
-	outbox_lease_has_rows(relid, lease.claim);
-	outbox_hint_note(lease.subscription, lease.until, lease.handler_owner);
-	outbox_hint_note_abort(lease.subscription, lease.first_due, lease.handler_owner);
+	if (outbox_lease_end(relid, lease.claim, &job, 1, &lease) && lease.njobs > 0)
+		settle(&lease, job);
 }
 
 /*
@@ -459,7 +489,7 @@ outbox_complete_in_memory(int64 claim, const int64 *wanted, int nwanted, Oid cal
 	{
 		/* it was not when they were claimed */
 		for (i = 0; i < lease.njobs; i++)
-			outbox_settle_job(lease.jobs[i], claim);
+			settle(&lease, lease.jobs[i]);
 		return false;
 	}
 	*rows = lease.rows;

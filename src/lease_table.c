@@ -20,7 +20,10 @@
  * What a transaction does to a lease takes effect when it ends, in a callback
  * that must not raise or allocate: a lease that was taken is kept or dropped,
  * jobs that came to an end are removed or not.  Until then the transaction has
- * a note of it, and so has the lease, so that it does not run out meanwhile.
+ * a note of it, and the jobs have one of the transaction: nobody else may end
+ * them or find their lease to have run out, and who wants to waits.  For what
+ * has become of a job can be read off its row only while it is certain that this
+ * is the row that was claimed.
  *
  *-------------------------------------------------------------------------
  */
@@ -28,7 +31,9 @@
 
 #include "common/hashfn.h"
 #include "miscadmin.h"
+#include "storage/lock.h"
 #include "storage/lwlock.h"
+#include "storage/proc.h"
 #include "utils/memutils.h"
 
 #define MAX_LEASES 4096			/* claims of the server */
@@ -51,6 +56,8 @@ typedef struct LeasedJob
 	int32		lease;			/* its number */
 	int32		next;			/* in the bucket, or of the free ones */
 	int32		next_of_lease;
+	VirtualTransactionId ender; /* who is about to end or settle it; or
+								 * invalid */
 } LeasedJob;
 
 typedef struct Lease
@@ -64,7 +71,6 @@ typedef struct Lease
 	TimestampTz until;
 	TimestampTz first_due;		/* of its jobs, as the table has them */
 	bool		held;			/* its claim has committed */
-	bool		settling;		/* somebody writes it to the rows */
 	bool		rows;			/* jobs of the claim may be leased in their
 								 * rows */
 	int			taker;			/* process whose transaction enters the jobs */
@@ -105,8 +111,7 @@ typedef struct LeaseShared
 typedef enum TouchKind
 {
 	TOUCH_TAKES,
-	TOUCH_ENDS,					/* some of its jobs */
-	TOUCH_SETTLES				/* the same, of a lease that has run out */
+	TOUCH_ENDS					/* or settles, some of its jobs */
 } TouchKind;
 
 typedef struct Touch
@@ -202,7 +207,17 @@ find_job(Oid relid, int64 job)
 	return NULL;
 }
 
-/* The lease of a claim of this database; NULL when there is none.  As above. */
+/* Has the claim of a lease committed, or is it our own? */
+static bool
+is_known(const Lease *lease)
+{
+	return lease->claim != 0 && (lease->held || lease->taker == MyProcPid);
+}
+
+/*
+ * The lease of a claim of this database; NULL when there is none, or when it is
+ * that of another transaction that has not committed yet.  As above.
+ */
 static Lease *
 find_lease(Oid relid, int64 claim)
 {
@@ -213,21 +228,32 @@ find_lease(Oid relid, int64 claim)
 		Lease	   *lease = &shared->leases[i];
 
 		if (lease->claim == claim && lease->dboid == MyDatabaseId && lease->relid == relid)
-			return lease;
+			return is_known(lease) ? lease : NULL;
 	}
 	return NULL;
 }
 
+/* Is this transaction about to end or settle a job? */
+static bool
+is_ending(const LeasedJob *entry)
+{
+	VirtualTransactionId me;
+
+	GET_VXID_FROM_PGPROC(me, *MyProc);
+	return VirtualTransactionIdEquals(entry->ender, me);
+}
+
 /*
- * Was a job entered only because this transaction has claimed it, in its row?
- * Then it may do so again.
+ * Was a job entered only because this transaction has claimed it, in its row, or
+ * has this transaction written its lease to the row?  Then the row says whether
+ * it can be claimed.
  */
 static bool
 is_own(const LeasedJob *entry)
 {
 	const Lease *lease = &shared->leases[entry->lease];
 
-	return lease->claim == 0 && lease->rows && lease->taker == MyProcPid;
+	return (lease->claim == 0 && lease->rows && lease->taker == MyProcPid) || is_ending(entry);
 }
 
 /* Take the entry of a job out of its bucket, and free it. */
@@ -338,25 +364,26 @@ end_touch(const Touch *touch, bool commit)
 		return;
 	}
 	lease->nending--;
-	if (touch->kind == TOUCH_SETTLES)
-		lease->settling = false;
-	for (i = 0; commit && i < touch->njobs; i++)
+	for (i = 0; i < touch->njobs; i++)
 	{
 		LeasedJob  *entry = find_job(lease->relid, touch->jobs[i]);
 
-		if (entry != NULL && &shared->leases[entry->lease] == lease)
-			entry->gone = true;
+		if (entry == NULL || &shared->leases[entry->lease] != lease)
+			continue;
+		SetInvalidVirtualTransactionId(entry->ender);
+		entry->gone = commit;
 	}
 	if (commit)
-		remove_jobs(lease, touch->kind == TOUCH_SETTLES);
+		remove_jobs(lease, false);
 	if (lease->njobs == 0 && lease->nending == 0 && lease->held)
 		free_lease(lease);
 }
 
 /*
- * End of a transaction; must not raise or allocate.  What was prepared leaves
- * its leases as if it had done nothing to them, and those that it took stay
- * until they run out.
+ * End of a transaction; must not raise or allocate.  What was prepared is done as
+ * far as this table is concerned: from then on the locks on the rows keep others
+ * away.  If it is rolled back after all, the leases that it took stay until they
+ * run out, and those of jobs that it ended are lost.
  */
 static void
 at_xact_end(XactEvent event, void *arg)
@@ -367,8 +394,7 @@ at_xact_end(XactEvent event, void *arg)
 		return;
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
 	for (; touches != NULL; touches = touches->below)
-		end_touch(touches, event == XACT_EVENT_COMMIT ||
-				  (event == XACT_EVENT_PREPARE && touches->kind == TOUCH_TAKES));
+		end_touch(touches, event != XACT_EVENT_ABORT);
 	LWLockRelease(shared->lock);
 }
 
@@ -390,8 +416,14 @@ at_subxact_end(SubXactEvent event, SubTransactionId mySubid,
 	else if (event == SUBXACT_EVENT_ABORT_SUB)
 	{
 		LWLockAcquire(shared->lock, LW_EXCLUSIVE);
-		for (; touches != NULL && touches->level >= level; touches = touches->below)
-			end_touch(touches, false);
+		while (touches != NULL && touches->level >= level)
+		{
+			touch = touches;
+			touches = touch->below;
+			end_touch(touch, false);
+			pfree(touch->jobs);
+			pfree(touch);
+		}
 		LWLockRelease(shared->lock);
 	}
 }
@@ -509,6 +541,11 @@ outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
 
 	if (shared == NULL)
 		return NOWHERE;
+	/* one will do for many claims of few jobs */
+	if (row && touches != NULL && touches->kind == TOUCH_TAKES && touches->claim == 0 &&
+		touches->lease != NOWHERE && shared->leases[touches->lease].rows &&
+		touches->level == GetCurrentTransactionNestLevel())
+		return touches->lease;
 	touch = touch_lease(TOUCH_TAKES, 0);
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
 	if (!row && shared->nused >= MAX_LEASES - RESERVED_LEASES)
@@ -544,14 +581,15 @@ outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
 
 /*
  * Take jobs for a lease: sets taken of each, to whether nobody else has it and
- * there was room.  Returns how many were taken.
+ * there was room.  Leases that will be written to rows, which are locked, need no
+ * room: nobody takes those (see lease_many.c).  False when room was lacking.
  */
-int
+bool
 outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 {
 	Lease	   *lease = &shared->leases[number];
 	int			room = lease->rows ? MAX_LEASED : MAX_LEASED - RESERVED;
-	int			count = 0;
+	bool		enough = true;
 	int			i;
 
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
@@ -561,9 +599,14 @@ outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 		int32	   *bucket;
 		int32		place = shared->free_job;
 
-		taken[i] = entry != NULL && lease->rows && is_own(entry);
-		if (shared->njobs >= room || entry != NULL)
+		taken[i] = lease->rows && (entry == NULL || is_own(entry));
+		if (entry != NULL)
 			continue;
+		if (shared->njobs >= room)
+		{
+			enough = false;
+			continue;
+		}
 		entry = &shared->jobs[place];
 		shared->free_job = entry->next;
 		bucket = job_bucket(MyDatabaseId, jobs[i].id);
@@ -571,6 +614,7 @@ outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 		entry->tid = jobs[i].tid;
 		entry->gone = false;
 		entry->lease = number;
+		SetInvalidVirtualTransactionId(entry->ender);
 		entry->next = *bucket;
 		*bucket = place;
 		entry->next_of_lease = lease->first;
@@ -579,12 +623,26 @@ outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 		lease->first_due = Min(lease->first_due, jobs[i].due_at);
 		shared->njobs++;
 		taken[i] = true;
-		count++;
 	}
-	if (count > 0)
+	if (shared->njobs > 0)
 		pg_atomic_write_u32(&shared->any, 1);
 	LWLockRelease(shared->lock);
-	return count;
+	return enough;
+}
+
+/* Nothing was taken for the lease that was opened last: leave its place. */
+void
+outbox_lease_close(int number)
+{
+	Touch	   *touch = touches;
+
+	Assert(touch->kind == TOUCH_TAKES && touch->lease == number);
+	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+	free_lease(&shared->leases[number]);
+	LWLockRelease(shared->lock);
+	touches = touch->below;
+	pfree(touch->jobs);
+	pfree(touch);
 }
 
 /* Leave jobs that were taken to others again. */
@@ -647,7 +705,7 @@ outbox_is_leased(Oid relid, int64 job)
 	return result;
 }
 
-/* Which claim holds a job here?  False: none does. */
+/* Which claim holds a job here?  False: none does, or the row of the job says it. */
 bool
 outbox_lease_of(Oid relid, int64 job, OutboxLease *result)
 {
@@ -658,7 +716,7 @@ outbox_lease_of(Oid relid, int64 job, OutboxLease *result)
 		return false;
 	LWLockAcquire(shared->lock, LW_SHARED);
 	entry = find_job(relid, job);
-	if (entry != NULL && shared->leases[entry->lease].claim != 0)
+	if (entry != NULL && is_known(&shared->leases[entry->lease]) && !is_ending(entry))
 	{
 		const Lease *lease = &shared->leases[entry->lease];
 
@@ -671,7 +729,20 @@ outbox_lease_of(Oid relid, int64 job, OutboxLease *result)
 	return found;
 }
 
-/* Copy what is asked for of a lease, into memory that is there; the lock is held. */
+/* Take note of a job that this transaction is about to end. */
+static void
+begin_end(LeasedJob *entry, OutboxLease *result, Touch *touch)
+{
+	GET_VXID_FROM_PGPROC(entry->ender, *MyProc);
+	touch->jobs[touch->njobs++] = entry->job;
+	result->jobs[result->njobs] = entry->job;
+	result->tids[result->njobs++] = entry->tid;
+}
+
+/*
+ * Take note of what is asked for of a lease, but for what somebody ends already,
+ * into memory that is there; the lock is held.
+ */
 static void
 copy_lease(Lease *lease, const int64 *wanted, int nwanted, OutboxLease *result, Touch *touch)
 {
@@ -690,18 +761,15 @@ copy_lease(Lease *lease, const int64 *wanted, int nwanted, OutboxLease *result, 
 	{
 		LeasedJob  *entry = find_job(lease->relid, wanted[k]);
 
-		if (entry == NULL || &shared->leases[entry->lease] != lease || entry->gone)
-			continue;
-		result->jobs[result->njobs] = entry->job;
-		result->tids[result->njobs++] = entry->tid;
+		if (entry != NULL && &shared->leases[entry->lease] == lease &&
+			!VirtualTransactionIdIsValid(entry->ender))
+			begin_end(entry, result, touch);
 	}
 	for (i = wanted == NULL ? lease->first : NOWHERE; i != NOWHERE; i = shared->jobs[i].next_of_lease)
 	{
-		result->jobs[result->njobs] = shared->jobs[i].job;
-		result->tids[result->njobs++] = shared->jobs[i].tid;
+		if (!VirtualTransactionIdIsValid(shared->jobs[i].ender))
+			begin_end(&shared->jobs[i], result, touch);
 	}
-	memcpy(touch->jobs, result->jobs, result->njobs * sizeof(int64));
-	touch->njobs = result->njobs;
 	touch->lease = lease - shared->leases;
 	touch->claim = lease->claim;
 	lease->nending++;
@@ -716,15 +784,48 @@ make_room(OutboxLease *result, int n)
 }
 
 /*
+ * Is another transaction about to end one of the jobs of a lease, all or those
+ * that are wanted?  The lock is held.
+ */
+static bool
+others_end(const Lease *lease, const int64 *wanted, int nwanted, VirtualTransactionId *other)
+{
+	const LeasedJob *entry;
+	int32		i;
+	int			k;
+
+	SetInvalidVirtualTransactionId(*other);
+	if (lease->nending == 0)
+		return false;
+	for (k = 0; k < nwanted; k++)
+	{
+		entry = find_job(lease->relid, wanted[k]);
+		if (entry != NULL && &shared->leases[entry->lease] == lease &&
+			VirtualTransactionIdIsValid(entry->ender) && !is_ending(entry))
+			*other = entry->ender;
+	}
+	for (i = wanted == NULL ? lease->first : NOWHERE; i != NOWHERE; i = entry->next_of_lease)
+	{
+		entry = &shared->jobs[i];
+		if (VirtualTransactionIdIsValid(entry->ender) && !is_ending(entry))
+			*other = entry->ender;
+	}
+	return VirtualTransactionIdIsValid(*other);
+}
+
+/*
  * This transaction is about to end jobs of a claim, all or those that are
- * wanted: which are here?  When it commits they are removed.  False: the claim
- * holds nothing here.
+ * wanted: which are here, and has it not ended before?  When it commits they are
+ * removed.  While another transaction does so, it is waited for.  False: the
+ * claim holds nothing here.
  */
 bool
 outbox_lease_end(Oid relid, int64 claim, const int64 *wanted, int nwanted, OutboxLease *result)
 {
+	VirtualTransactionId other;
 	Lease	   *lease;
 	Touch	   *touch;
+	bool		wait;
 	int			n = nwanted;
 
 	if (shared == NULL || pg_atomic_read_u32(&shared->any) == 0 || claim == 0)
@@ -740,15 +841,27 @@ outbox_lease_end(Oid relid, int64 claim, const int64 *wanted, int nwanted, Outbo
 	}
 	make_room(result, n);
 	touch = touch_lease(TOUCH_ENDS, n);
-	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
-	lease = find_lease(relid, claim);
-	/* it only gets smaller */
-	if (lease != NULL && (wanted != NULL || lease->njobs <= n))
-		copy_lease(lease, wanted, nwanted, result, touch);
-	else
-		lease = NULL;
-	LWLockRelease(shared->lock);
-	return lease != NULL;
+	for (;;)
+	{
+		LWLockAcquire(shared->lock, LW_EXCLUSIVE);
+		lease = find_lease(relid, claim);
+		/* it only gets smaller */
+		if (lease != NULL && wanted == NULL && lease->njobs > n)
+			lease = NULL;
+		wait = lease != NULL && others_end(lease, wanted, nwanted, &other);
+		if (lease != NULL && !wait)
+			copy_lease(lease, wanted, nwanted, result, touch);
+		LWLockRelease(shared->lock);
+		if (!wait)
+			return lease != NULL;
+
+		/*
+		 * as one waits for a row; it is over when the table says what became
+		 * of it
+		 */
+		(void) VirtualXactLock(other, true);
+		CHECK_FOR_INTERRUPTS();
+	}
 }
 
 /* Jobs of a claim are leased in their rows from now on. */
@@ -766,24 +879,27 @@ outbox_lease_has_rows(Oid relid, int64 claim)
 
 /*
  * Let the leases of a claim end at another time.  Takes effect at once, whatever
- * becomes of the transaction.  Returns how many there are.
+ * becomes of the transaction.  Returns how many there are, but for those that
+ * somebody ends.
  */
 int
 outbox_lease_prolong(Oid relid, int64 claim, TimestampTz until, bool *rows)
 {
 	Lease	   *lease;
 	int			result = 0;
+	int32		i;
 
 	*rows = true;
 	if (shared == NULL || claim == 0)
 		return 0;
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
 	lease = find_lease(relid, claim);
-	if (lease != NULL && !lease->settling)
+	for (i = lease ? lease->first : NOWHERE; i != NOWHERE; i = shared->jobs[i].next_of_lease)
+		result += !VirtualTransactionIdIsValid(shared->jobs[i].ender);
+	if (result > 0)
 	{
 		lease->until = until;
 		*rows = lease->rows;
-		result = lease->njobs;
 		if ((TimestampTz) pg_atomic_read_u64(&shared->earliest) > until)
 			pg_atomic_write_u64(&shared->earliest, (uint64) until);
 	}
@@ -808,18 +924,26 @@ outbox_lease_subscription(Oid relid, int64 claim)
 	return result;
 }
 
-/* Has a lease run out, and nobody is about to see to it? */
+/* Has a lease run out, with jobs that nobody is about to end or settle? */
 static bool
 ran_out(const Lease *lease, TimestampTz now)
 {
-	return OidIsValid(lease->dboid) && lease->until <= now && lease->held && !lease->settling &&
-		lease->nending == 0;
+	int32		i;
+
+	if (!OidIsValid(lease->dboid) || lease->until > now || !lease->held)
+		return false;
+	for (i = lease->first; i != NOWHERE; i = shared->jobs[i].next_of_lease)
+	{
+		if (!VirtualTransactionIdIsValid(shared->jobs[i].ender))
+			return true;
+	}
+	return false;
 }
 
 /*
  * Find a lease of a subscription that has run out, and begin to settle it: this
- * transaction is about to write it to the rows, and when it commits the lease is
- * dropped.  False: there is none that nobody ends just now.
+ * transaction is about to write it to the rows, and when it commits the jobs are
+ * removed.  False: there is none with jobs that nobody ends just now.
  */
 bool
 outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result)
@@ -838,11 +962,14 @@ outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result)
 	{
 		Lease	   *lease = &shared->leases[i];
 
-		/* its database is gone, or nobody claims there */
-		if (ran_out(lease, now) && now - lease->until > FORGET_US)
-			free_lease(lease);
 		if (!OidIsValid(lease->dboid))
 			continue;
+		if (lease->held && lease->nending == 0 && lease->until < now - FORGET_US)
+		{
+			/* its database is gone, or nobody claims there */
+			free_lease(lease);
+			continue;
+		}
 		earliest = Min(earliest, lease->until);
 		if (ran_out(lease, now) && lease->dboid == MyDatabaseId && lease->relid == relid &&
 			lease->subscription == subscription)
@@ -857,15 +984,12 @@ outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result)
 		return false;
 
 	make_room(result, n);
-	touch = touch_lease(TOUCH_SETTLES, n);
+	touch = touch_lease(TOUCH_ENDS, n);
 	LWLockAcquire(shared->lock, LW_EXCLUSIVE);
 	/* has somebody else come first? */
 	if (ran_out(found, now) && found->dboid == MyDatabaseId && found->relid == relid &&
 		found->subscription == subscription && found->njobs <= n)
-	{
 		copy_lease(found, NULL, 0, result, touch);
-		found->settling = true;
-	}
 	else
 		found = NULL;
 	LWLockRelease(shared->lock);
