@@ -1,0 +1,63 @@
+# A transaction that does nothing but claim commits without waiting for its
+# flush; any other waits.  And no number of a claim is ever given twice, also
+# when the server crashes at once.
+
+use strict;
+use warnings FATAL => 'all';
+
+use FindBin;
+use lib "$FindBin::RealBin/../perl";
+use OutboxTest;
+use Test::More;
+
+my $node = new_server('claims');
+
+sub sql
+{
+	return $node->safe_psql('postgres', @_);
+}
+
+sql(q{SELECT outbox.subscribe('s', '{*}'); CREATE TABLE work (job bigint)});
+sql(q{INSERT INTO outbox.events (type) SELECT 'e' FROM generate_series(1, 3000)});
+wait_for($node, 'jobs', 'SELECT NOT EXISTS (SELECT FROM outbox.events WHERE fanned_out_at IS NULL)');
+
+# Nothing else flushes meanwhile, or seldom
+set_conf($node, 'wal_writer_delay' => "'10s'");
+sql('SELECT outbox.stop()');
+
+# How many of some runs of a script, which ends with \gset of the place in the WAL
+# that it has written, leave that unflushed?
+sub unflushed
+{
+	my ($n, $script) = @_;
+	my $count = 0;
+
+	$count += sql("$script; SELECT (pg_current_wal_flush_lsn() < :'lsn')::int") =~ /(\d)$/ ? $1 : die foreach 1 .. $n;
+	return $count;
+}
+my $lsn = "SELECT pg_current_wal_insert_lsn() AS lsn \\gset\n";
+cmp_ok(unflushed(20, "SELECT count(*) FROM outbox.claim('s');\n$lsn SELECT 1"), '>', 0, 'a claim does not wait for its flush');
+cmp_ok(unflushed(20, "BEGIN;\nSELECT count(*) FROM outbox.claim('s');\nSELECT count(*) FROM outbox.claim('s', 2);\nCOMMIT;\n$lsn SELECT 1"), '>', 0, 'nor do two');
+is(unflushed(20, "BEGIN;\nSELECT count(*) FROM outbox.claim('s');\nINSERT INTO work VALUES (1);\n${lsn}COMMIT"), 0, 'a write after it does');
+is(unflushed(20, "BEGIN;\nINSERT INTO work VALUES (1);\nSELECT count(*) FROM outbox.claim('s');\n${lsn}COMMIT"), 0, 'a write before it does');
+is(unflushed(20, "BEGIN;\nSELECT count(*) FROM outbox.claim('s');\nINSERT INTO work VALUES (1);\nSELECT count(*) FROM outbox.claim('s');\n${lsn}COMMIT"), 0, 'a write between two does');
+is(unflushed(20, "BEGIN;\nSAVEPOINT a;\nSELECT count(*) FROM outbox.claim('s');\nROLLBACK TO a;\nINSERT INTO work VALUES (1);\n${lsn}COMMIT"), 0, 'a write after one that is rolled back does');
+is(unflushed(20, "SELECT outbox.complete(job, claim) FROM outbox.claim('s');\n$lsn SELECT 1"), 0, 'a completion does');
+is(sql("SELECT count(*) FROM outbox.claim('s'); SHOW synchronous_commit"), "1\non", 'the setting is as it was');
+
+# Numbers: of claims in rows and of claims in memory, before and after a crash
+my %given;
+foreach my $round (1 .. 8)
+{
+	my $numbers = sql(join ';', map { "SELECT min(claim) FROM outbox.claim('s', $_, '1ms')" } (1, 20, 1, 1, 20));
+	my @numbers = split /\n/, $numbers;
+
+	is(scalar @numbers, 5, "round $round: five claims");
+	is(join(' ', grep { $given{$_}++ } @numbers), '', 'none has the number of another');
+	$node->stop('immediate');
+	$node->start;
+}
+is(sql('SELECT count(*) > 0 FROM outbox.job_status'), 't', 'the jobs are there');
+
+$node->stop;
+done_testing();
