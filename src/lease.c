@@ -440,11 +440,9 @@ put_jobs(ReturnSetInfo *rsinfo, const OutboxClaim *claim)
 	foreach(lc, missing)
 	{
 		OutboxJob  *job = lfirst(lc);
-		OutboxLease lease;
 
 		/* nobody else may take it before it is seen to be dead */
-		if (job < claim->jobs + claim->nmemory)
-			(void) outbox_lease_end(outbox_jobs_relid(), claim->claim, &job->id, 1, &lease);
+		outbox_settle_job(job->id, claim->claim);
 		outbox_bury_job(claim->consumer, job,
 						psprintf("event " INT64_FORMAT " does not exist", job->seq));
 	}
