@@ -195,6 +195,7 @@ CONF
 	echo "unix_socket_directories = '$scratch'"
 } >>"$data/postgresql.conf"
 as_tester "$bin/pg_ctl" -w -D "$data" -l "$scratch/log" start >/dev/null
+export PGOPTIONS="-c client_min_messages=warning"
 export PGHOST=$scratch PGUSER=postgres PGPORT=5432 PGDATABASE=postgres
 
 machine() {
