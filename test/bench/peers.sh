@@ -101,14 +101,23 @@ worker_pids=()
 start_worker() {
 	local name=$1
 	shift
+	# a process group of its own: the command may be a function, whose shell
+	# would end alone
+	set -m
 	"$@" >"$scratch/$name.log" 2>&1 </dev/null &
+	set +m
 	worker_names+=("$name")
 	worker_pids+=($!)
 }
 stop_workers() {
-	local i
+	local i t
 	for ((i = ${#worker_pids[@]} - 1; i >= 0; i--)); do
-		kill -TERM "${worker_pids[i]}" 2>/dev/null || :
+		kill -TERM -- "-${worker_pids[i]}" 2>/dev/null || :
+		for ((t = 0; t < 1500; t++)); do
+			kill -0 -- "-${worker_pids[i]}" 2>/dev/null || break
+			sleep 0.02
+		done
+		kill -KILL -- "-${worker_pids[i]}" 2>/dev/null || :
 		wait "${worker_pids[i]}" || [ $? -eq 143 ] || say "$peer: ${worker_names[i]} ended with an error: $(tail -n 3 "$scratch/${worker_names[i]}.log")" >&2
 	done
 	worker_names=() worker_pids=()
@@ -151,7 +160,7 @@ finish() {
 	local status=$?
 	trap - EXIT
 	[ -z "$holder" ] || kill "$holder" 2>/dev/null || :
-	for pid in "${worker_pids[@]}"; do kill -TERM "$pid" 2>/dev/null || :; done
+	for pid in "${worker_pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || :; done
 	[ ! -e "$data/postmaster.pid" ] || as_tester "$bin/pg_ctl" -D "$data" -m immediate -w stop >/dev/null || :
 	if [ $status -ne 0 ] && [ -n "${KEEP:-}" ]; then
 		say "kept: $scratch" >&2
@@ -263,7 +272,14 @@ ready() { sql -c "VACUUM (ANALYZE)" -c CHECKPOINT; }
 
 # variants_of WORK: names; one that is empty if there is only one way
 variants_of() {
-	if has "$1_variants"; then call "$1_variants"; else echo -; fi
+	if has "$1_variants"; then
+		call "$1_variants"
+	elif [ "$1" = steady ]; then
+		# the main one of those for latency
+		variants_of latency | awk '{ print $1; exit }'
+	else
+		echo -
+	fi
 }
 # each FUNCTION WORK NEEDED ...: for each peer and variant that has the functions
 each() {
@@ -479,7 +495,7 @@ footprint() { # WHEN
 	for ((i = 0; i < ${#worker_pids[@]}; i++)); do
 		note "memory of ${worker_names[i]}, $1, MB" "$(memory "${worker_pids[i]}" | awk '{ s += $1 } END { printf "%.1f", s / 1024 }')"
 	done
-	sql -F ' ' -c "SELECT pid, replace(CASE backend_type WHEN 'client backend' THEN 'server process of ' || application_name ELSE backend_type END, ' ', '_')
+	sql -F ' ' -c "SELECT pid, replace(CASE backend_type WHEN 'client backend' THEN 'server process of ' || COALESCE(NULLIF(application_name, ''), 'a client') ELSE backend_type END, ' ', '_')
 		FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND application_name <> 'producer'
 			AND backend_type <> 'autovacuum worker' ORDER BY backend_start" | while read -r pid name; do
 		echo "$name $(memory "$pid" | awk '{ s += $1 } END { print s / 1024 }')"
@@ -520,7 +536,7 @@ measure_h() {
 work_h() {
 	# a run takes as long as it says, for each peer: one, unless asked for more
 	local RUNS=${HOUR_RUNS:-1}
-	alternate measure_h latency latency_sql consumer_start consumer_stop
+	alternate measure_h steady latency_sql consumer_start consumer_stop
 }
 
 say "$(machine); scale $SCALE, median of $RUNS; $(for peer in "${peers[@]}"; do printf '%s; ' "$(call_if version)"; done)"
