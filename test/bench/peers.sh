@@ -381,15 +381,15 @@ await_consumed() {
 		before=$n
 	done
 }
-latency() { # MODE RATE SECONDS
-	local n
+latency() { # MODE RATE SECONDS CONNECTIONS
+	local n sent
 	fresh 1
 	rm -f "$scratch"/consumed*
 	call consumer_start "$scratch/consumed"
 	sql -c CHECKPOINT
 	# the first two seconds are left out: plans and connections
-	n=$("$client" produce "$2" "$(($3 + 2))" "${4:-8}" "$scratch/produced" "$(call latency_sql)")
-	await_consumed "$n"
+	sent=$("$client" produce "$2" "$(($3 + 2))" "$4" "$scratch/produced" "$(call latency_sql)")
+	await_consumed "$sent"
 	call consumer_stop
 	"$client" latency "$scratch/produced" 1 2 1000000 "$scratch"/consumed* >"$scratch/latency" ||
 		die "$peer${variant:+ ($variant)}: events were lost or came twice"
@@ -397,6 +397,7 @@ latency() { # MODE RATE SECONDS
 	note "$1, p50 ms" "$p50"
 	note "$1, p99 ms" "$p99"
 	note "$1, p99.9 ms" "$p999"
+	note "$1, events committed a second" "$(per_second "$sent" "$(($3 + 2))")"
 	note "$1, p50 ms from sending COMMIT" "$s50"
 	note "$1, p99 ms from sending COMMIT" "$s99"
 	note "$1, p99.9 ms from sending COMMIT" "$s999"
