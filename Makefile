@@ -39,6 +39,7 @@ OBJS = \
 	src/lease.o \
 	src/lease_many.o \
 	src/lease_table.o \
+	src/lease_use.o \
 	src/limit.o \
 	src/notify.o \
 	src/owners.o \
