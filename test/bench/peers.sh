@@ -101,14 +101,23 @@ worker_pids=()
 start_worker() {
 	local name=$1
 	shift
+	# a process group of its own: the command may be a function, whose shell
+	# would end alone
+	set -m
 	"$@" >"$scratch/$name.log" 2>&1 </dev/null &
+	set +m
 	worker_names+=("$name")
 	worker_pids+=($!)
 }
 stop_workers() {
-	local i
+	local i t
 	for ((i = ${#worker_pids[@]} - 1; i >= 0; i--)); do
-		kill -TERM "${worker_pids[i]}" 2>/dev/null || :
+		kill -TERM -- "-${worker_pids[i]}" 2>/dev/null || :
+		for ((t = 0; t < 1500; t++)); do
+			kill -0 -- "-${worker_pids[i]}" 2>/dev/null || break
+			sleep 0.02
+		done
+		kill -KILL -- "-${worker_pids[i]}" 2>/dev/null || :
 		wait "${worker_pids[i]}" || [ $? -eq 143 ] || say "$peer: ${worker_names[i]} ended with an error: $(tail -n 3 "$scratch/${worker_names[i]}.log")" >&2
 	done
 	worker_names=() worker_pids=()
@@ -151,7 +160,7 @@ finish() {
 	local status=$?
 	trap - EXIT
 	[ -z "$holder" ] || kill "$holder" 2>/dev/null || :
-	for pid in "${worker_pids[@]}"; do kill -TERM "$pid" 2>/dev/null || :; done
+	for pid in "${worker_pids[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || :; done
 	[ ! -e "$data/postmaster.pid" ] || as_tester "$bin/pg_ctl" -D "$data" -m immediate -w stop >/dev/null || :
 	if [ $status -ne 0 ] && [ -n "${KEEP:-}" ]; then
 		say "kept: $scratch" >&2
@@ -195,6 +204,7 @@ CONF
 	echo "unix_socket_directories = '$scratch'"
 } >>"$data/postgresql.conf"
 as_tester "$bin/pg_ctl" -w -D "$data" -l "$scratch/log" start >/dev/null
+export PGOPTIONS="-c client_min_messages=warning"
 export PGHOST=$scratch PGUSER=postgres PGPORT=5432 PGDATABASE=postgres
 
 machine() {
@@ -262,7 +272,14 @@ ready() { sql -c "VACUUM (ANALYZE)" -c CHECKPOINT; }
 
 # variants_of WORK: names; one that is empty if there is only one way
 variants_of() {
-	if has "$1_variants"; then call "$1_variants"; else echo -; fi
+	if has "$1_variants"; then
+		call "$1_variants"
+	elif [ "$1" = steady ]; then
+		# the main one of those for latency
+		variants_of latency | awk '{ print $1; exit }'
+	else
+		echo -
+	fi
 }
 # each FUNCTION WORK NEEDED ...: for each peer and variant that has the functions
 each() {
@@ -364,15 +381,15 @@ await_consumed() {
 		before=$n
 	done
 }
-latency() { # MODE RATE SECONDS
-	local n
+latency() { # MODE RATE SECONDS CONNECTIONS
+	local n sent
 	fresh 1
 	rm -f "$scratch"/consumed*
 	call consumer_start "$scratch/consumed"
 	sql -c CHECKPOINT
 	# the first two seconds are left out: plans and connections
-	n=$("$client" produce "$2" "$(($3 + 2))" "${4:-8}" "$scratch/produced" "$(call latency_sql)")
-	await_consumed "$n"
+	sent=$("$client" produce "$2" "$(($3 + 2))" "$4" "$scratch/produced" "$(call latency_sql)")
+	await_consumed "$sent"
 	call consumer_stop
 	"$client" latency "$scratch/produced" 1 2 1000000 "$scratch"/consumed* >"$scratch/latency" ||
 		die "$peer${variant:+ ($variant)}: events were lost or came twice"
@@ -380,6 +397,7 @@ latency() { # MODE RATE SECONDS
 	note "$1, p50 ms" "$p50"
 	note "$1, p99 ms" "$p99"
 	note "$1, p99.9 ms" "$p999"
+	note "$1, events committed a second" "$(per_second "$sent" "$(($3 + 2))")"
 	note "$1, p50 ms from sending COMMIT" "$s50"
 	note "$1, p99 ms from sending COMMIT" "$s99"
 	note "$1, p99.9 ms from sending COMMIT" "$s999"
@@ -478,7 +496,7 @@ footprint() { # WHEN
 	for ((i = 0; i < ${#worker_pids[@]}; i++)); do
 		note "memory of ${worker_names[i]}, $1, MB" "$(memory "${worker_pids[i]}" | awk '{ s += $1 } END { printf "%.1f", s / 1024 }')"
 	done
-	sql -F ' ' -c "SELECT pid, replace(CASE backend_type WHEN 'client backend' THEN 'server process of ' || application_name ELSE backend_type END, ' ', '_')
+	sql -F ' ' -c "SELECT pid, replace(CASE backend_type WHEN 'client backend' THEN 'server process of ' || COALESCE(NULLIF(application_name, ''), 'a client') ELSE backend_type END, ' ', '_')
 		FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND application_name <> 'producer'
 			AND backend_type <> 'autovacuum worker' ORDER BY backend_start" | while read -r pid name; do
 		echo "$name $(memory "$pid" | awk '{ s += $1 } END { print s / 1024 }')"
@@ -519,7 +537,7 @@ measure_h() {
 work_h() {
 	# a run takes as long as it says, for each peer: one, unless asked for more
 	local RUNS=${HOUR_RUNS:-1}
-	alternate measure_h latency latency_sql consumer_start consumer_stop
+	alternate measure_h steady latency_sql consumer_start consumer_stop
 }
 
 say "$(machine); scale $SCALE, median of $RUNS; $(for peer in "${peers[@]}"; do printf '%s; ' "$(call_if version)"; done)"

@@ -238,7 +238,8 @@ produce_thread(void *arg)
 		pthread_mutex_lock(&mutex);
 		when = p.next;
 		p.next += (int64_t) (-log(uniform()) / p.rate * 1e9);
-		if (when >= p.end || stopping)
+		/* who falls behind stops in time all the same, with fewer events */
+		if (when >= p.end || now() >= p.end || stopping)
 		{
 			pthread_mutex_unlock(&mutex);
 			return NULL;

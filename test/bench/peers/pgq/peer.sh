@@ -85,9 +85,13 @@ pgq_fanout_check() {
 	local got
 	got=$(awk '{ n[$1 " " $2]++ } END { for (k in n) { if (n[k] > 1) d++; c++ } print c + 0, d + 0 }' "$scratch/handled.pgq")
 	[ "$got" = "$((3 * $1)) 0" ] || die "$peer: expected $((3 * $1)) events handled and none twice, found $got"
-	: >"$scratch/handled.pgq"
 }
-pgq_history() { pgq_fanout_load "$1"; pgq_fanout "$1" >/dev/null; : >"$scratch/handled.pgq"; }
+pgq_history() {
+	mv "$scratch/handled.pgq" "$scratch/before.pgq"
+	pgq_fanout_load "$1"
+	pgq_fanout "$1" >/dev/null
+	mv "$scratch/before.pgq" "$scratch/handled.pgq"
+}
 
 # c
 pgq_consume_load() { pgq_fanout_load "$1"; }
