@@ -406,7 +406,7 @@ latency() { # MODE RATE SECONDS CONNECTIONS
 # at random times, so that what polls is met in every phase of its poll
 measure_d() {
 	latency "idle" 20 "$(scaled 60)" 2
-	latency "1,000/s" 1000 "$(scaled 30)" 8
+	latency "1,000/s" 1000 "$(scaled 30)" 16
 }
 work_d() { alternate measure_d latency latency_sql consumer_start consumer_stop; }
 

@@ -135,6 +135,9 @@ func (t *sqlTracer) TraceQueryStart(ctx context.Context, conn *pgx.Conn, data pg
 		}
 		literal, err := conn.TypeMap().Encode(description.ParamOIDs[number(name[1:])-1], pgx.TextFormatCode, arg, nil)
 		check(err)
+		if literal == nil {
+			return "NULL"
+		}
 		// pgbench takes ":name" for a variable
 		return "'" + strings.ReplaceAll(strings.ReplaceAll(string(literal), "'", "''"), `":`, `": `) + "'"
 	})
@@ -299,12 +302,12 @@ func main() {
 		pool.Close()
 	case len(args) == 1 && args[0] == "version":
 		info, _ := debug.ReadBuildInfo()
+		versions := map[string]string{}
 		for _, d := range info.Deps {
-			if d.Path == "github.com/riverqueue/river" || d.Path == "github.com/jackc/pgx/v5" {
-				fmt.Print(d.Path[strings.LastIndex(strings.TrimSuffix(d.Path, "/v5"), "/")+1:], " ", d.Version, " ")
-			}
+			versions[d.Path] = strings.TrimPrefix(d.Version, "v")
 		}
-		fmt.Println(runtime.Version())
+		fmt.Printf("River %s (pgx %s, %s)\n", versions["github.com/riverqueue/river"], versions["github.com/jackc/pgx/v5"],
+			strings.Replace(runtime.Version(), "go", "go ", 1))
 	case len(args) > 2 && args[0] == "sql":
 		printSQL(ctx, args[1], args[2:])
 	case len(args) == 3 && args[0] == "load":
