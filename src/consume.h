@@ -168,12 +168,9 @@ extern int	outbox_lease_prolong(Oid relid, int64 claim, TimestampTz until, bool 
 extern int32 outbox_lease_subscription(Oid relid, int64 claim);
 extern bool outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result);
 
-/* claim_commit.c */
-extern void outbox_claim_commit_init(void);
+/* claim_number.c */
 extern Oid	outbox_our_relation(const char *name);
 extern int64 outbox_next_claim(bool in_memory);
-extern void outbox_claim_begins(void);
-extern void outbox_claim_ended(void);
 
 /* lease_many.c: as the owner of the extension, connected to SPI */
 extern Oid	outbox_jobs_relid(void);

@@ -1,26 +1,23 @@
 /*-------------------------------------------------------------------------
  *
- * claim_commit.c
- *		The numbers of claims, and the commit of a transaction that does
- *		nothing but claim.
+ * claim_number.c
+ *		The numbers of claims.
  *
- * A lease that is lost in a crash only makes its jobs due at once, so nobody
- * need wait for the flush of a claim: a transaction in which nothing else was
- * written commits asynchronously.  But no two claims may ever have the same
- * number, so a number is used only when the record by which the sequence knows
- * that it was drawn has been flushed.
+ * No two claims may ever have the same number, or who lost a lease in a crash
+ * could end the work of another.  But not every claim is flushed: one whose
+ * leases are in memory writes nothing, and a client may commit asynchronously.
+ * So a number is used only when the record by which the sequence knows that it
+ * was drawn has been flushed.
  *
  *-------------------------------------------------------------------------
  */
 #include "consume.h"
 
-#include "access/xact.h"
 #include "access/xlog.h"
 #include "access/xlog_internal.h"
 #include "catalog/namespace.h"
 #include "commands/sequence.h"
 #include "executor/instrument.h"
-#include "utils/guc.h"
 #include "utils/lsyscache.h"
 
 /* As the install script has it: one draw of claims_in_memory is so many claims */
@@ -28,11 +25,6 @@
 
 /* One record of a sequence that draws one by one is good for so many more */
 #define LOGGED_AHEAD 32
-
-/* Has this transaction written nothing but claims, and how much had it then? */
-static bool alone = false;
-static bool claimed = false;
-static int64 wal_records;
 
 /* A relation of ours; raises when it is gone. */
 Oid
@@ -103,51 +95,4 @@ int64
 outbox_next_claim(bool in_memory)
 {
 	return in_memory ? next_in_memory() : next_in_rows();
-}
-
-/* A call is about to claim. */
-void
-outbox_claim_begins(void)
-{
-	if (!claimed)
-		alone = !TransactionIdIsValid(GetTopTransactionIdIfAny());
-	else
-		alone = alone && pgWalUsage.wal_records == wal_records;
-	claimed = true;
-}
-
-/* It has claimed. */
-void
-outbox_claim_ended(void)
-{
-	wal_records = pgWalUsage.wal_records;
-}
-
-/* Before a transaction commits, and at its end */
-static void
-at_xact_event(XactEvent event, void *arg)
-{
-	switch (event)
-	{
-		case XACT_EVENT_PRE_COMMIT:
-			if (claimed && alone && pgWalUsage.wal_records == wal_records &&
-				synchronous_commit != SYNCHRONOUS_COMMIT_OFF)
-				(void) set_config_option("synchronous_commit", "off", PGC_USERSET, PGC_S_SESSION,
-										 GUC_ACTION_LOCAL, true, 0, false);
-			break;
-		case XACT_EVENT_COMMIT:
-		case XACT_EVENT_ABORT:
-		case XACT_EVENT_PREPARE:
-			claimed = false;
-			break;
-		default:
-			break;
-	}
-}
-
-/* Register the callback; called once, when the library is loaded. */
-void
-outbox_claim_commit_init(void)
-{
-	RegisterXactCallback(at_xact_event, NULL);
 }
