@@ -111,7 +111,7 @@ river_consumer_start() {
 	{
 		say "CREATE OR REPLACE FUNCTION bench_insert(key text) RETURNS void LANGUAGE plpgsql AS \$insert\$ DECLARE made record; BEGIN"
 		"$river_program" sql '{"total": 100, "key": "@KEY@"}' $river_subscribers |
-			sed "s/'\({.*@KEY@.*}\)'::jsonb\[\]/replace('\1', '@KEY@', key)::jsonb[]/; s/^;\$/INTO made;/"
+			sed "s/'\({.*@KEY@.*}\)'::jsonb\[\]/replace('\1', '@KEY@', key)::jsonb[]/; s/^-- name: .*/FOR made IN/; s/^;\$/LOOP END LOOP;/"
 		say "END \$insert\$;"
 	} >"$scratch/insert.sql"
 	sql -f "$scratch/insert.sql"
