@@ -1,9 +1,9 @@
 // graphile-worker at work, through its library.
 //
 //   main.mjs migrate
-//   main.mjs relay CLAIM MARK SUBSCRIBER ...   events into jobs
-//   main.mjs consume FILE PROCESSES            all jobs of s1; calls into FILE
-//   main.mjs work FILE SUBSCRIBER ...          jobs as they come, until SIGTERM
+//   main.mjs relay PROCESSES CLAIM MARK SUBSCRIBER ...   events into jobs
+//   main.mjs consume PROCESSES FILE                      all jobs of s1; calls into FILE
+//   main.mjs work FILE SUBSCRIBER ...                    jobs as they come, until SIGTERM
 
 import EventEmitter from 'node:events'
 import { Calls, now, pool, relay, require, together } from '../npm/bench.mjs'
@@ -34,8 +34,8 @@ if (mode === 'migrate') {
 // what addJobs() sends, on the connection of the transaction; the rows that it
 // would return are not asked for
 if (mode === 'relay') {
-  const [claim, mark, ...subscribers] = args
-  await relay(claim, mark, (client, events) => {
+  const [processes, claim, mark, ...subscribers] = args
+  await together(Number(processes), (start) => relay(claim, mark, start, (client, events) => {
     const specs = []
     for (const e of events) {
       for (const identifier of subscribers) specs.push({ identifier, payload: { ...e.payload, event: e.id } })
@@ -45,11 +45,11 @@ if (mode === 'relay') {
       text: 'SELECT count(*) FROM graphile_worker.add_jobs(ARRAY(SELECT json_populate_recordset(NULL::graphile_worker.job_spec, $1::json)))',
       values: [JSON.stringify(specs)]
     })
-  })
+  }))
 }
 
 if (mode === 'consume') {
-  const [file, processes] = args
+  const [processes, file] = args
   await together(Number(processes), async (start) => {
     const calls = new Calls(file)
     const events = new EventEmitter()

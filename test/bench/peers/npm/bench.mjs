@@ -37,10 +37,12 @@ export class Calls {
 }
 
 // The relay: claims events, has ENQUEUE make their jobs in the same
-// transaction, and marks them, until there are none; prints the seconds.
-export async function relay (claim, mark, enqueue) {
+// transaction, and marks them, until there are none.  Returns when it began and
+// ended.
+export async function relay (claim, mark, start, enqueue) {
   const client = new pg.Client()
   await client.connect()
+  await start()
   const t0 = now()
   for (;;) {
     await client.query('BEGIN')
@@ -53,24 +55,33 @@ export async function relay (claim, mark, enqueue) {
   const t1 = now()
   await client.query('ROLLBACK')
   await client.end()
-  console.log(((t1 - t0) / 1000).toFixed(6))
+  return [t0, t1]
 }
 
 // Runs WORK in so many processes at once and prints the seconds from the first
 // beginning to the last end.  WORK gets a function to wait for the start with,
-// and returns both times.
-export async function together (processes, work) {
+// and returns both times.  If they say how many jobs each has done, by done(),
+// they are told at JOBS to finish, for which they wait by finish().
+export const done = (jobs) => process.send({ jobs })
+let finished
+export const finish = () => finished
+
+export async function together (processes, work, jobs = 0) {
   if (process.send) {
-    const go = new Promise((resolve) => process.once('message', resolve))
-    const times = await work(() => { process.send('ready'); return go })
-    process.send(times, () => process.disconnect())
+    let go, end
+    const started = new Promise((resolve) => { go = resolve })
+    finished = new Promise((resolve) => { end = resolve })
+    process.on('message', (m) => m === 'go' ? go() : end())
+    const times = await work(() => { process.send('ready'); return started })
+    process.send({ times }, () => process.disconnect())
     return
   }
   let ready = 0
   const children = Array.from({ length: processes }, () => fork(process.argv[1], process.argv.slice(2)))
   const times = await Promise.all(children.map((child) => new Promise((resolve, reject) => {
     child.on('message', (m) => {
-      if (m !== 'ready') resolve(m)
+      if (m.times) resolve(m.times)
+      else if (m.jobs) { if ((jobs -= m.jobs) === 0) children.forEach((c) => c.send('finish')) }
       else if (++ready === processes) children.forEach((c) => c.send('go'))
     })
     child.on('exit', (code) => { if (code !== 0) reject(new Error(`a process ended with ${code}`)) })

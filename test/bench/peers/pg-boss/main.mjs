@@ -2,17 +2,17 @@
 //
 //   main.mjs setup poll|notify SUBSCRIBER ...  the schema and a queue for each
 //   main.mjs sql PAYLOAD SUBSCRIBER ...        what send() executes for each: the statement with its parameter in it
-//   main.mjs relay CLAIM MARK SUBSCRIBER ...   events into jobs
-//   main.mjs consume FILE N VARIANT            N jobs of s1; calls into FILE
+//   main.mjs relay PROCESSES CLAIM MARK SUBSCRIBER ...   events into jobs
+//   main.mjs consume PROCESSES FILE N kept|deleted  N jobs of s1; calls into FILE
 //   main.mjs work FILE poll|notify SUBSCRIBER ...  jobs as they come, until SIGTERM
 
 import { setTimeout as sleep } from 'node:timers/promises'
-import { Calls, now, relay, require } from '../npm/bench.mjs'
+import { Calls, done, finish, now, relay, require, together } from '../npm/bench.mjs'
 
 const { PgBoss } = require('pg-boss')
 const { PGHOST, PGDATABASE, PGUSER, PGPORT, PGBOSS_RETENTION } = process.env
 const batchSize = Number(process.env.BATCH_SIZE ?? 1000)
-const localConcurrency = Number(process.env.LOCAL_CONCURRENCY ?? 2)
+const localConcurrency = Number(process.env.LOCAL_CONCURRENCY ?? 1)
 
 const start = async (options) => {
   const boss = new PgBoss({ host: PGHOST, database: PGDATABASE, user: PGUSER, port: Number(PGPORT), ...options })
@@ -51,33 +51,39 @@ if (mode === 'sql') {
 }
 
 if (mode === 'relay') {
-  const [claim, mark, ...subscribers] = args
-  const boss = await start(client)
-  await relay(claim, mark, async (connection, events) => {
-    const db = { executeSql: (text, values) => connection.query(text, values) }
-    const jobs = events.map((e) => ({ data: { ...e.payload, event: e.id } }))
-    for (const s of subscribers) await boss.insert(s, jobs, { db })
+  const [processes, claim, mark, ...subscribers] = args
+  await together(Number(processes), async (begin) => {
+    const boss = await start(client)
+    const times = await relay(claim, mark, begin, async (connection, events) => {
+      const db = { executeSql: (text, values) => connection.query(text, values) }
+      const jobs = events.map((e) => ({ data: { ...e.payload, event: e.id } }))
+      for (const s of subscribers) await boss.insert(s, jobs, { db })
+    })
+    await stop(boss)
+    return times
   })
-  await stop(boss)
 }
 
 if (mode === 'consume') {
-  const [file, n, variant] = args
-  const calls = new Calls(file)
-  const boss = await start({ schedule: false, max: localConcurrency + 2 })
-  let left = Number(n)
-  const t0 = now()
-  await boss.work('s1', { batchSize, localConcurrency, burstWhenBatchFull: true, pollingIntervalSeconds: 0.5 }, async (jobs) => {
-    for (const job of jobs) calls.add('s1', job.data.key)
-    left -= jobs.length
-    if (variant === 'deleted') await boss.deleteJob('s1', jobs.map((job) => job.id))
-  })
-  while (left > 0) await sleep(5)
-  // a worker has no jobs in hand any more when their completion is committed
-  while (boss.getWipData().some((w) => w.count > 0)) await sleep(1)
-  console.log(((now() - t0) / 1000).toFixed(6))
-  calls.flush()
-  await stop(boss)
+  const [processes, file, n, variant] = args
+  await together(Number(processes), async (begin) => {
+    const calls = new Calls(file)
+    const boss = await start({ schedule: false, max: localConcurrency + 2 })
+    await begin()
+    const t0 = now()
+    await boss.work('s1', { batchSize, localConcurrency, burstWhenBatchFull: true, pollingIntervalSeconds: 0.5 }, async (jobs) => {
+      for (const job of jobs) calls.add('s1', job.data.key)
+      if (variant === 'deleted') await boss.deleteJob('s1', jobs.map((job) => job.id))
+      done(jobs.length)
+    })
+    await finish()
+    // a worker has no jobs in hand any more when their completion is committed
+    while (boss.getWipData().some((w) => w.count > 0)) await sleep(1)
+    const t1 = now()
+    calls.flush()
+    await stop(boss)
+    return [t0, t1]
+  }, Number(n))
 }
 
 if (mode === 'work') {

@@ -11,12 +11,13 @@ The library.
 
 | setting | reason | where (pgboss.io/api) |
 |---|---|---|
-| c: `work(queue, { batchSize: 2000, localConcurrency: 2, burstWhenBatchFull: true })` | a statement takes 2000 jobs and one completes them; two workers for two cores; a full batch is followed by the next at once and not after the polling interval. Half and twice the batch, and four workers, were not faster | workers, "batchSize", "localConcurrency", "burstWhenBatchFull" |
+| c: `work(queue, { batchSize: 2000, burstWhenBatchFull: true })` | a statement takes 2000 jobs and one completes them; a full batch is followed by the next at once and not after the polling interval. Half the batch was not faster | workers, "batchSize", "burstWhenBatchFull" |
+| c: two processes of one worker each (`PGBOSS_PROCESSES`, `LOCAL_CONCURRENCY`) | two cores; one process with `localConcurrency: 2` was not faster | introduction, "You may use as many Node.js instances as desired"; workers, "localConcurrency" |
 | c: `kept` | jobs stay as `completed`, for 7 days by default | queues, "deleteAfterSeconds" |
 | c: `deleted`: the handler calls `deleteJob()` for its batch | the documented way to leave nothing | workers, "work() with active job deletion" |
 | `priority` and `orderByCreatedOn` left alone | an index has this order since 12.x; both are deprecated | the source of fetchNextJob |
 | a: the statement that `send()` executes, for each of three queues, in the transaction (`poll`); the same with `notify: true` for the queues (`notify`) | `send(queue, data, { db })` is the documented way into a transaction, and `publish()` does the same for each subscribed queue. pgbench prepares it, the library does not: to its favour | adapters; pubsub; workers, "Low-latency dispatch with LISTEN/NOTIFY" |
-| b: a relay that claims 200 of `app.outbox`, calls `insert(queue, jobs, { db })` for each queue, and marks, in one transaction | the bulk call | jobs, "insert(name, Job[], options)" |
+| b: a relay that claims 200 of `app.outbox`, calls `insert(queue, jobs, { db })` for each queue, and marks, in one transaction; two of them (`PGBOSS_RELAYS`) | the bulk call; one relay and the server wait for each other | jobs, "insert(name, Job[], options)" |
 | d: `notify`: `useListenNotify: true` and `createQueue(name, { notify: true })` | workers are woken at once | workers, "Low-latency dispatch with LISTEN/NOTIFY" |
 | d: `poll`: `pollingIntervalSeconds: 0.5` | the smallest; 2 by default | workers, "pollingIntervalSeconds" |
 | d: `batchSize: 100`, `burstWhenBatchFull: true`, one worker a queue | with batches of 1 each job takes two statements of its own | workers |
@@ -55,7 +56,7 @@ pg_boss_record_check() { pg_boss_check "$1" made created; }
 
 # b
 pg_boss_fanout_load() { app_outbox_load "$1"; }
-pg_boss_fanout() { pg_boss_main relay "$app_outbox_claim" "$app_outbox_mark" $pg_boss_subscribers; }
+pg_boss_fanout() { pg_boss_main relay "${PGBOSS_RELAYS:-2}" "$app_outbox_claim" "$app_outbox_mark" $pg_boss_subscribers; }
 pg_boss_fanout_check() {
 	local s
 	app_outbox_check "$1"
@@ -78,7 +79,7 @@ pg_boss_consume_load() {
 		FROM generate_series(1, $1)"
 }
 pg_boss_consume() {
-	pg_boss_main consume "$scratch/handled" "$(sql -c "SELECT count(*) FROM pgboss.job WHERE state = 'created'")" "$variant"
+	pg_boss_main consume "${PGBOSS_PROCESSES:-2}" "$scratch/handled" "$(sql -c "SELECT count(*) FROM pgboss.job WHERE state = 'created'")" "$variant"
 }
 pg_boss_consume_check() {
 	handled_once "$1"

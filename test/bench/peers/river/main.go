@@ -4,7 +4,7 @@
 //	river version
 //	river sql PAYLOAD SUBSCRIBER ...            what InsertManyTx executes for a job of each: the statements with their parameters in them
 //	river load FIRST N                          N jobs of s1
-//	river relay CLAIM MARK SUBSCRIBER ...       events into jobs
+//	river relay RELAYS CLAIM MARK SUBSCRIBER ... events into jobs
 //	river consume FILE N                        N jobs of s1; calls into FILE
 //	river work FILE RETENTION SUBSCRIBER ...    jobs as they come, until SIGTERM; RETENTION in seconds, 0 for the default
 package main
@@ -190,45 +190,62 @@ func load(ctx context.Context, first, n int) {
 	pool.Close()
 }
 
-func relay(ctx context.Context, claim, mark string, subscribers []string) {
+func relay(ctx context.Context, relays int, claim, mark string, subscribers []string) {
 	pool := newPool(ctx, nil)
 	client := newClient(pool, &river.Config{})
-	conn, err := pool.Acquire(ctx)
-	check(err)
-	t0 := time.Now()
-	for {
-		tx, err := conn.Begin(ctx)
+	conns := make([]*pgxpool.Conn, relays)
+	for i := range conns {
+		var err error
+		conns[i], err = pool.Acquire(ctx)
 		check(err)
-		rows, err := tx.Query(ctx, claim)
-		check(err)
-		var ids []int64
-		var jobs []river.InsertManyParams
-		for rows.Next() {
-			var id int64
-			var kind string
-			var payload []byte
-			check(rows.Scan(&id, &kind, &payload))
-			ids = append(ids, id)
-			// the payload is an object: the event's number goes into it
-			args := fmt.Appendf(nil, `{"event": %d, %s`, id, payload[1:])
-			for _, s := range subscribers {
-				jobs = append(jobs, jobFor(s, args))
-			}
-		}
-		check(rows.Err())
-		if len(ids) == 0 {
-			check(tx.Rollback(ctx))
-			break
-		}
-		_, err = client.InsertManyFastTx(ctx, tx, jobs)
-		check(err)
-		_, err = tx.Exec(ctx, mark, ids)
-		check(err)
-		check(tx.Commit(ctx))
 	}
+	t0 := time.Now()
+	var all sync.WaitGroup
+	for _, conn := range conns {
+		all.Go(func() {
+			for relayBatch(ctx, client, conn, claim, mark, subscribers) {
+			}
+		})
+	}
+	all.Wait()
 	fmt.Printf("%.6f\n", time.Since(t0).Seconds())
-	conn.Release()
+	for _, conn := range conns {
+		conn.Release()
+	}
 	pool.Close()
+}
+
+// relayBatch is a transaction of the relay; false if no event waits.
+func relayBatch(ctx context.Context, client *river.Client[pgx.Tx], conn *pgxpool.Conn, claim, mark string, subscribers []string) bool {
+	tx, err := conn.Begin(ctx)
+	check(err)
+	rows, err := tx.Query(ctx, claim)
+	check(err)
+	var ids []int64
+	var jobs []river.InsertManyParams
+	for rows.Next() {
+		var id int64
+		var kind string
+		var payload []byte
+		check(rows.Scan(&id, &kind, &payload))
+		ids = append(ids, id)
+		// the payload is an object: the event's number goes into it
+		args := fmt.Appendf(nil, `{"event": %d, %s`, id, payload[1:])
+		for _, s := range subscribers {
+			jobs = append(jobs, jobFor(s, args))
+		}
+	}
+	check(rows.Err())
+	if len(ids) == 0 {
+		check(tx.Rollback(ctx))
+		return false
+	}
+	_, err = client.InsertManyFastTx(ctx, tx, jobs)
+	check(err)
+	_, err = tx.Exec(ctx, mark, ids)
+	check(err)
+	check(tx.Commit(ctx))
+	return true
 }
 
 func consume(ctx context.Context, path string, n int) {
@@ -312,8 +329,8 @@ func main() {
 		printSQL(ctx, args[1], args[2:])
 	case len(args) == 3 && args[0] == "load":
 		load(ctx, number(args[1]), number(args[2]))
-	case len(args) > 3 && args[0] == "relay":
-		relay(ctx, args[1], args[2], args[3:])
+	case len(args) > 4 && args[0] == "relay":
+		relay(ctx, number(args[1]), args[2], args[3], args[4:])
 	case len(args) == 3 && args[0] == "consume":
 		consume(ctx, args[1], number(args[2]))
 	case len(args) > 3 && args[0] == "work":

@@ -48,7 +48,7 @@ own benchmark.
 | c: `kept` | jobs stay as `completed`, for 24 hours by default. There is no way to have them deleted at once | godoc, Config.CompletedJobRetentionPeriod |
 | `MaxConns: 10`, statements prepared by pgx | a fetch, a completion and the upkeep at a time need fewer | godoc of pgxpool |
 | a: the statement that `InsertManyTx` executes, three jobs in one call (`poll`); with its NOTIFY besides (`notify`) | the documented way into a transaction. A client notifies at most once in `FetchCooldown` (100 ms by default) for a queue, so that of many transactions in a second nearly all are as in `poll` | transactional-enqueueing; batch-job-insertion; godoc, Config.FetchCooldown |
-| b: a relay that claims 200 of `app.outbox`, adds 600 jobs by `InsertManyFastTx`, which is a COPY, and marks, in one transaction | the quickest bulk call | batch-job-insertion; godoc, Client.InsertManyFastTx |
+| b: a relay that claims 200 of `app.outbox`, adds 600 jobs by `InsertManyFastTx`, which is a COPY, and marks, in one transaction; two of them (`RIVER_RELAYS`) | the quickest bulk call; one relay and the server wait for each other | batch-job-insertion; godoc, Client.InsertManyFastTx |
 | d: `FetchCooldown: 1 ms`, the smallest; LISTEN and NOTIFY; `MaxWorkers: 100` | the default of 100 ms is latency; a client of that cooldown notifies in each transaction, as here | godoc, Config.FetchCooldown, FetchCooldownMin |
 | h: `CompletedJobRetentionPeriod` 5 minutes | what the work is about | godoc |
 | one queue a subscriber | as the other peers | multiple-queues |
@@ -79,7 +79,7 @@ river_record_check() {
 
 # b
 river_fanout_load() { app_outbox_load "$1"; }
-river_fanout() { "$river_program" relay "$app_outbox_claim" "$app_outbox_mark" $river_subscribers; }
+river_fanout() { "$river_program" relay "${RIVER_RELAYS:-2}" "$app_outbox_claim" "$app_outbox_mark" $river_subscribers; }
 river_fanout_check() {
 	local s
 	app_outbox_check "$1"
@@ -111,7 +111,7 @@ river_consumer_start() {
 	{
 		say "CREATE OR REPLACE FUNCTION bench_insert(key text) RETURNS void LANGUAGE plpgsql AS \$insert\$ DECLARE made record; BEGIN"
 		"$river_program" sql '{"total": 100, "key": "@KEY@"}' $river_subscribers |
-			sed "s/'\({.*@KEY@.*}\)'::jsonb\[\]/replace('\1', '@KEY@', key)::jsonb[]/; s/^;\$/INTO made;/"
+			sed "s/'\({.*@KEY@.*}\)'::jsonb\[\]/replace('\1', '@KEY@', key)::jsonb[]/; s/^-- name: .*/FOR made IN/; s/^;\$/LOOP END LOOP;/"
 		say "END \$insert\$;"
 	} >"$scratch/insert.sql"
 	sql -f "$scratch/insert.sql"
