@@ -111,7 +111,8 @@ river_consumer_start() {
 	{
 		say "CREATE OR REPLACE FUNCTION bench_insert(key text) RETURNS void LANGUAGE plpgsql AS \$insert\$ DECLARE made record; BEGIN"
 		"$river_program" sql '{"total": 100, "key": "@KEY@"}' $river_subscribers |
-			sed "s/'\({.*@KEY@.*}\)'::jsonb\[\]/replace('\1', '@KEY@', key)::jsonb[]/; s/^;\$/INTO made;/"
+			sed "s/'\({.*@KEY@.*}\)'::jsonb\[\]/replace('\1', '@KEY@', key)::jsonb[]/" |
+			awk 'BEGIN { open = 1 } open && NF { print "FOR made IN"; open = 0 } /^;$/ { print "LOOP END LOOP;"; open = 1; next } { print }'
 		say "END \$insert\$;"
 	} >"$scratch/insert.sql"
 	sql -f "$scratch/insert.sql"
