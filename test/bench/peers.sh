@@ -519,7 +519,7 @@ measure_h() {
 	# the end is while events still come, or the last ones would be free of load
 	sleep "$((seconds - 2 * window))"
 	footprint end
-	wait "$producer"
+	wait "$producer" || die "$peer${variant:+ ($variant)}: the producer failed"
 	n=$(cat "$scratch/sent")
 	await_consumed "$((3 * n))"
 	call consumer_stop

@@ -16,7 +16,7 @@ one `UPDATE app.outbox SET sent_at`, and a NOTIFY for the consumers. Consumers l
 | partial indexes on what waits | the usual advice; without them every claim reads the table |
 | `NOTIFY` by the writer (a: `notify`) | a relay that listens needs it; `poll` is the same without NOTIFY, for a relay that polls |
 | one relay in b | two of them share no claim, but wait for each other's locks in the index and commit the same flushes; on two cores one was not slower |
-| c: 500 rows by 2 connections | as for outbox and pgmq |
+| c: 1,000 rows by 2 connections | as for outbox and pgmq |
 
 There is no documentation to follow: it is the textbook's transactional outbox with the manual's SKIP LOCKED (PostgreSQL 15,
 SELECT, "The Locking Clause").
@@ -87,7 +87,7 @@ client_relay_consume_load() {
 	client_relay_fanout "$1" >/dev/null
 }
 client_relay_consume() {
-	"$client" consume --drain --threads 2 --file "$scratch/handled" "$(client_relay_claim 1 o.id 500)" "$(client_relay_done "$variant")" | awk '{ print $1 }'
+	"$client" consume --drain --threads 2 --file "$scratch/handled" "$(client_relay_claim 1 o.id 1000)" "$(client_relay_done "$variant")" | awk '{ print $1 }'
 }
 client_relay_consume_check() {
 	handled_once "$1"

@@ -25,7 +25,7 @@ Client: `client.c`, which calls the documented SQL functions.
 |---|---|---|
 | a: `pgmq.send_topic` bound to three queues (`topic`), three `pgmq.send` (`sends`), one (`one`) | three consumers need three queues; the topic is the documented fan-out | docs/topics.md; functions.md, send |
 | b: a relay that claims 200 of `app.outbox` and calls `pgmq.send_batch` for each queue (`batch`), or `pgmq.send_batch_topic` (`topic`), and marks, in one transaction | the bulk calls | functions.md, send_batch; topics.md |
-| c: `pgmq.read(queue, 300, 500)`, then `pgmq.delete` (`deleted`) or `pgmq.archive` (`kept`) of the array of ids | batches and the array forms are the fast ones | functions.md, read, delete, archive |
+| c: `pgmq.read(queue, 300, 1000)`, then `pgmq.delete` (`deleted`) or `pgmq.archive` (`kept`) of the array of ids | batches and the array forms are the fast ones | functions.md, read, delete, archive |
 | c: 2 connections | two cores | |
 | d: `poll`: `pgmq.read_with_poll(..., poll_interval_ms => 10)`, where the default of 100 would be slower; `notify`: `pgmq.enable_notify_insert(queue, 0)` and LISTEN, without the throttle of 250 ms | the quickest that the documentation offers | functions.md, read_with_poll, enable_notify_insert |
 MD
@@ -35,7 +35,6 @@ pgmq_setup() {
 	sql -c "SELECT pgmq.create('s' || i), pgmq.bind_topic('order.*', 's' || i) FROM generate_series(1, $1) i" >/dev/null
 	app_outbox_create
 }
-pgmq_why_not() { case $1 in f) say "its queues keep nothing that is handled; archives are tables apart";; esac; }
 
 # a
 pgmq_record_variants() { echo topic sends one; }
@@ -86,7 +85,7 @@ pgmq_consume_load() {
 pgmq_done() { if [ "$1" = kept ]; then say "SELECT count(*) FROM pgmq.archive('$2', :ids::bigint[])"; else say "SELECT count(*) FROM pgmq.delete('$2', :ids::bigint[])"; fi; }
 pgmq_consume() {
 	"$client" consume --drain --threads "${PGMQ_CLIENTS:-2}" --file "$scratch/handled" \
-		"SELECT msg_id, msg_id, 0, message FROM pgmq.read('s1', 300, ${PGMQ_BATCH:-500})" "$(pgmq_done "$variant" s1)" | awk '{ print $1 }'
+		"SELECT msg_id, msg_id, 0, message FROM pgmq.read('s1', 300, ${PGMQ_BATCH:-1000})" "$(pgmq_done "$variant" s1)" | awk '{ print $1 }'
 }
 pgmq_consume_check() {
 	handled_once "$1"

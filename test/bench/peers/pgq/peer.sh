@@ -23,6 +23,7 @@ batch: there is no retry of one event without `pgq.event_retry`, and each consum
 b: three consumers read the backlog at the same time, each all of it: that is PgQ's fan-out.
 MD
 }
+pgq_why_not() { [ "$1" != g ] || say "it has no routing: every consumer of a queue reads all of it"; }
 pgq_setup() {
 	sql -c "SET client_min_messages = warning" -c "CREATE EXTENSION pgq" -c "SELECT pgq.create_queue('q')" >/dev/null
 	sql -c "SELECT pgq.register_consumer('q', 's' || i) FROM generate_series(1, $1) i" >/dev/null
