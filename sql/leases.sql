@@ -201,6 +201,19 @@ BEGIN
 	END LOOP;
 	ROLLBACK;
 END $$;
+-- nor do claims in vain take the places of leases
+SELECT outbox.subscribe('nothing', '{nothing}') > 0 AS subscribed;
+DO $$
+BEGIN
+	FOR i IN 1 .. 4500 LOOP
+		PERFORM FROM outbox.claim('nothing', 100);
+	END LOOP;
+	IF (SELECT max(claim) FROM outbox.claim('many', 100)) < 1000000000000000 THEN
+		RAISE 'there is no place in memory';
+	END IF;
+	ROLLBACK;
+END $$;
+SELECT outbox.unsubscribe('nothing');
 SELECT state, attempts, count FROM now_is;
 CALL finish('many');
 SELECT count(outbox.cancel(job)) FROM outbox.job_status WHERE state = 'retrying';
@@ -387,6 +400,15 @@ CALL make('many', 10);
 SELECT outbox.complete_many(:c, '{1,2}'), outbox.extend_many(:c);
 SELECT count(*), min(job) AS first, min(claim) AS claim FROM outbox.claim('many', 10);
 SELECT outbox.complete_many(1000000000000001, '{1,11}');
+
+SET client_min_messages = warning;
+DROP EXTENSION outbox CASCADE;
+CREATE EXTENSION outbox;
+RESET client_min_messages;
+SELECT outbox.subscribe('many', '{many}') > 0 AS subscribed;
+CALL make('many', 10);
+SELECT outbox.extend_many(1000000000000001), outbox.complete_many(1000000000000001, '{1,2}');
+SELECT count(*), min(job) AS first, min(claim) AS claim FROM outbox.claim('many', 10);
 
 \c :dbname
 DROP DATABASE outbox_leases;
