@@ -24,7 +24,8 @@
 # results are written to test/bench/results/peers/, a quick look (another SCALE,
 # fewer RUNS, only some PEERS) to test/bench/results/quick/.
 
-set -eu
+set -euE
+trap 'printf "%s: line %s failed: %s\n" "${0##*/}" "$LINENO" "$BASH_COMMAND" >&2' ERR
 . "$(dirname "$0")/../common.sh"
 here=$top/test/bench/peers
 . "$here/app-outbox.sh"
@@ -256,7 +257,7 @@ fresh() {
 	local database
 	database=bench_$(prefix "$peer")
 	PGDATABASE=postgres "$bin/dropdb" --if-exists --force "$database" 2>/dev/null
-	PGDATABASE=postgres "$bin/createdb" "$database"
+	PGDATABASE=postgres "$bin/createdb" -T template0 "$database"
 	PGDATABASE=$database
 	rm -f "$scratch"/handled*
 	sql -c "CREATE TABLE orders (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, note text)"
