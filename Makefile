@@ -18,6 +18,7 @@ OBJS = \
 	src/capture_value.o \
 	src/check.o \
 	src/check_jobs.o \
+	src/claim_commit.o \
 	src/claim_number.o \
 	src/complete.o \
 	src/consumer.o \

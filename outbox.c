@@ -55,6 +55,7 @@ _PG_init(void)
 	outbox_doorbell_init();
 	outbox_hint_init();
 	outbox_leases_init();		/* after the hints */
+	outbox_claim_commit_init();
 
 	if (!process_shared_preload_libraries_in_progress)
 		return;

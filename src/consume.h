@@ -168,6 +168,14 @@ extern int	outbox_lease_prolong(Oid relid, int64 claim, TimestampTz until, bool 
 extern int32 outbox_lease_subscription(Oid relid, int64 claim);
 extern bool outbox_lease_expired(Oid relid, int32 subscription, OutboxLease *result);
 
+/* Who asks for fewer jobs wants to know that the attempt is on disk */
+#define OUTBOX_MANY_JOBS 8
+
+/* claim_commit.c */
+extern void outbox_claim_commit_init(void);
+extern void outbox_claim_begins(bool many);
+extern void outbox_claim_ended(void);
+
 /* claim_number.c */
 extern Oid	outbox_our_relation(const char *name);
 extern int64 outbox_next_claim(bool in_memory);

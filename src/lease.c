@@ -479,6 +479,7 @@ outbox_claim(PG_FUNCTION_ARGS)
 	claim.consumer = &consumer;
 	InitMaterializedSRF(fcinfo, 0);
 
+	outbox_claim_begins(claim.max_jobs >= OUTBOX_MANY_JOBS);
 	outbox_begin_call(&context);
 	outbox_consumer_by_name(name, context.userid, &consumer);
 	if (claim.lease == 0)
@@ -489,5 +490,6 @@ outbox_claim(PG_FUNCTION_ARGS)
 	} while (claim.njobs > 0 && put_jobs(rsinfo, &claim) == 0);
 	outbox_spi_finish();
 	outbox_become_caller(&context);
+	outbox_claim_ended();
 	PG_RETURN_NULL();
 }

@@ -28,12 +28,6 @@
 #include "utils/rel.h"
 #include "utils/snapmgr.h"
 
-/*
- * Fewer jobs are leased in their rows: that costs little, and those leases
- * outlive the server.
- */
-#define MANY_JOBS 8
-
 /* Columns of outbox.jobs */
 enum JobColumn
 {
@@ -257,7 +251,7 @@ outbox_claim_in_memory(OutboxClaim *claim)
 
 	claim->nmemory = 0;
 	claim->memory = -1;
-	if (!claim->in_memory || claim->max_jobs < MANY_JOBS || consumer->ordered ||
+	if (!claim->in_memory || claim->max_jobs < OUTBOX_MANY_JOBS || consumer->ordered ||
 		IsolationUsesXactSnapshot() || XactReadOnly)
 		return;
 	rel = table_open(outbox_jobs_relid(), AccessShareLock);
@@ -272,7 +266,7 @@ outbox_claim_in_memory(OutboxClaim *claim)
 		for (i = 0; i < n; i++)
 			first = Min(first, claim->jobs[i].due_at);
 		n = look_again(claim, rel, n);
-		if (n > 0 && n < MANY_JOBS)
+		if (n > 0 && n < OUTBOX_MANY_JOBS)
 		{
 			outbox_lease_drop(claim->memory, claim->jobs, n);
 			outbox_hint_post(consumer->id, first, handler_owner);
