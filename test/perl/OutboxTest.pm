@@ -84,14 +84,21 @@ sub set_conf
 	return;
 }
 
-# Wait for a condition, with a bound.
+# Wait for a condition, with a bound.  A psql that the server refuses while it
+# restarts may be gone before it has been given its query, for which IPC::Run
+# dies; then it is asked again.
 sub wait_for
 {
 	my ($node, $what, $query, $db) = @_;
 
-	$node->poll_query_until($db // 'postgres', $query)
-	  or die "timed out waiting for: $what";
-	return;
+	foreach (1 .. 100)
+	{
+		my $there = eval { $node->poll_query_until($db // 'postgres', $query) };
+
+		return if $there;
+		die $@ || "timed out waiting for: $what" unless $@ =~ /Broken pipe/;
+	}
+	die "the server did not come back: $what";
 }
 
 # Everything that was committed is fanned out or poisoned.
