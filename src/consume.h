@@ -19,6 +19,8 @@
 /* SQLSTATE of a lease that is lost */
 #define ERRCODE_OUTBOX_LEASE_LOST MAKE_SQLSTATE('O', 'B', '0', '0', '1')
 
+#define OUTBOX_MAX_HOLDER 255	/* bytes of the name of a holder */
+
 /* A subscription as those who work with its jobs need it */
 typedef struct OutboxConsumer
 {
@@ -67,8 +69,6 @@ typedef struct OutboxClaim
 	OutboxJob  *jobs;			/* in the current context */
 	int			nmemory;		/* of them, the first are leased in memory ... */
 	int			memory;			/* ... by this number of lease_table.c */
-	int			entered;		/* the same for those that are not; -1: none
-								 * yet */
 	bool		drained;		/* nothing more was due */
 } OutboxClaim;
 
@@ -85,7 +85,7 @@ typedef struct OutboxLease
 	int			njobs;
 	int64	   *jobs;
 	ItemPointerData *tids;		/* where they were */
-	char		holder[256];
+	char		holder[OUTBOX_MAX_HOLDER + 1];
 } OutboxLease;
 
 /*
@@ -153,7 +153,7 @@ extern void outbox_leases_init(void);
 extern bool outbox_lease_number(Oid sequence, int64 *number);
 extern void outbox_lease_numbers(Oid sequence, int64 next, int64 end);
 extern bool outbox_lease_number_is_durable(Oid sequence, int64 number);
-extern int	outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row);
+extern int	outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner);
 extern bool outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken);
 extern void outbox_lease_close(int number);
 extern void outbox_lease_drop(int number, const OutboxJob *jobs, int n);
@@ -184,9 +184,10 @@ extern int64 outbox_next_claim(bool in_memory);
 extern Oid	outbox_jobs_relid(void);
 extern void outbox_begin_lease(OutboxClaim *claim);
 extern void outbox_claim_in_memory(OutboxClaim *claim);
-extern int	outbox_enter_jobs(OutboxClaim *claim, OutboxJob *jobs, int n);
+extern int	outbox_leave_leased(const OutboxConsumer *consumer, OutboxJob *jobs, int n);
 extern void outbox_settle_expired(const OutboxConsumer *consumer);
 extern void outbox_settle_job(int64 job, int64 claim);
+extern bool outbox_consumer_of_lease(Oid relid, int64 claim, Oid caller, OutboxConsumer *consumer);
 extern bool outbox_complete_in_memory(int64 claim, const int64 *wanted, int nwanted, Oid caller,
 									  int64 **done, int *ndone, bool *rows);
 

@@ -428,18 +428,16 @@ static int
 extend_in_memory(int64 claim, int64 lease, Oid caller, bool *rows)
 {
 	Oid			relid = outbox_jobs_relid();
-	int32		subscription = outbox_lease_subscription(relid, claim);
 	OutboxConsumer consumer;
 	TimestampTz until;
 	int			n;
 
 	*rows = true;
-	if (subscription == 0 || !outbox_find_consumer(NULL, subscription, &consumer))
+	if (!outbox_consumer_of_lease(relid, claim, caller, &consumer))
 		return 0;
-	outbox_check_consumer(&consumer, caller);
 	until = GetCurrentTimestamp() + (lease > 0 ? lease : consumer.lease);
 	n = outbox_lease_prolong(relid, claim, until, rows);
-	outbox_hint_note(subscription, until, outbox_handler_owner(&consumer));
+	outbox_hint_note(consumer.id, until, outbox_handler_owner(&consumer));
 	return n;
 }
 

@@ -11,13 +11,11 @@
  */
 #include "consume.h"
 
-#include "catalog/namespace.h"
 #include "catalog/pg_type.h"
 #include "commands/sequence.h"
 #include "common/hashfn.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
-#include "utils/lsyscache.h"
 #include "utils/numeric.h"
 #include "utils/timestamp.h"
 
@@ -333,8 +331,7 @@ insert_jobs(OutboxEvent *events, int nevents, int njobs, TimestampTz now, bool o
 		7, {INT8ARRAYOID, INT4ARRAYOID, INT8ARRAYOID, TIMESTAMPTZOID,
 		TIMESTAMPTZARRAYOID, INT8ARRAYOID, BOOLARRAYOID}, NULL
 	};
-	Oid			sequence = get_relname_relid("jobs_id_seq",
-											 get_namespace_oid(OUTBOX_SCHEMA, false));
+	Oid			sequence = outbox_our_relation("jobs_id_seq");
 	Datum	   *columns[6];
 	bool	   *nokey = palloc0(njobs * sizeof(bool));
 	bool	   *nopending = palloc0(njobs * sizeof(bool));

@@ -19,11 +19,9 @@
 #include "miscadmin.h"
 #include "utils/builtins.h"
 #include "utils/guc.h"
-#include "utils/lsyscache.h"
 #include "utils/tuplestore.h"
 
 #define MAX_CLAIM 10000			/* jobs of one call */
-#define MAX_HOLDER 255			/* bytes of the name of a holder */
 #define FILTER_LIMIT_MS 5000	/* for a filter that the relay left */
 #define CLAIM_COLUMNS 12
 
@@ -189,7 +187,7 @@ lock_some(OutboxClaim *claim, int limit, OutboxJob *jobs)
 		outbox_hint_note_abort(consumer->id, first, handler_owner);
 	}
 	/* without those that a claim in memory has taken just now */
-	return outbox_enter_jobs(claim, jobs, n);
+	return outbox_leave_leased(consumer, jobs, n);
 }
 
 /* Give up a job of which the filter that the relay left says no. */
@@ -293,7 +291,6 @@ outbox_claim_jobs(OutboxClaim *claim)
 	claim->claim = 0;
 	claim->njobs = 0;
 	claim->drained = true;
-	claim->entered = -1;
 	claim->jobs = palloc(claim->max_jobs * sizeof(OutboxJob));
 	if (claim->consumer->paused)
 		return;
@@ -380,7 +377,7 @@ holder_name(FunctionCallInfo fcinfo, int n)
 {
 	const char *name = PG_ARGISNULL(n) ? application_name : text_to_cstring(PG_GETARG_TEXT_PP(n));
 
-	return outbox_clip(name ? name : "", MAX_HOLDER);
+	return outbox_clip(name ? name : "", OUTBOX_MAX_HOLDER);
 }
 
 /* Put a claimed job and its event into the result; false: there is no event. */

@@ -119,7 +119,7 @@ walk(OutboxClaim *claim, Relation rel, TimestampTz from, TimestampTz now, Timest
 	Snapshot	snapshot = RegisterSnapshot(GetLatestSnapshot());
 	ScanKeyData keys[3];
 	SysScanDesc scan;
-	HeapTuple	tuple = NULL;
+	HeapTuple	tuple;
 	int			n = 0;
 	int			limit = claim->max_jobs;
 
@@ -177,9 +177,9 @@ walk(OutboxClaim *claim, Relation rel, TimestampTz from, TimestampTz now, Timest
 }
 
 /*
- * Is nobody about to change a row, which can be seen?  Not every lock on a row is
- * in the table of leases: a prepared transaction has none there, nor has one that
- * cancels a job.
+ * Is nobody about to change a row, which can be seen?  Locks on rows are not in
+ * the table of leases: that of a claim which writes its leases to the rows, that
+ * of a prepared transaction, or of one that cancels a job.
  */
 static bool
 is_free(TupleTableSlot *slot)
@@ -255,7 +255,7 @@ outbox_claim_in_memory(OutboxClaim *claim)
 		IsolationUsesXactSnapshot() || XactReadOnly)
 		return;
 	rel = table_open(outbox_jobs_relid(), AccessShareLock);
-	claim->memory = outbox_lease_open(RelationGetRelid(rel), consumer->id, handler_owner, false);
+	claim->memory = outbox_lease_open(RelationGetRelid(rel), consumer->id, handler_owner);
 	if (claim->memory >= 0)
 	{
 		CommandCounterIncrement();
@@ -287,28 +287,23 @@ outbox_claim_in_memory(OutboxClaim *claim)
 }
 
 /*
- * Enter jobs that a claim has locked, until the transaction ends, so that no
- * other takes them; leaves out those that another has.  Where there is no place
- * the locks will do.  Returns how many remain.
+ * Leave out of the jobs that a claim has locked those that have been taken in
+ * memory meanwhile.  Whoever took one may pass over it too, since it is locked, so
+ * it is posted when it is not any more.  Returns how many remain.
  */
 int
-outbox_enter_jobs(OutboxClaim *claim, OutboxJob *jobs, int n)
+outbox_leave_leased(const OutboxConsumer *consumer, OutboxJob *jobs, int n)
 {
-	bool		enough;
+	Oid			relid = outbox_jobs_relid();
 	int			kept = 0;
 	int			i;
 
-	if (n == 0)
-		return 0;
-	if (claim->entered < 0)
-		claim->entered = outbox_lease_open(outbox_jobs_relid(), claim->consumer->id,
-										   outbox_handler_owner(claim->consumer), true);
-	if (claim->entered >= 0)
-		return take(claim->entered, jobs, n, &enough);
 	for (i = 0; i < n; i++)
 	{
-		if (!outbox_is_leased(outbox_jobs_relid(), jobs[i].id))
+		if (!outbox_is_leased(relid, jobs[i].id))
 			jobs[kept++] = jobs[i];
+		else
+			outbox_hint_note(consumer->id, jobs[i].due_at, outbox_handler_owner(consumer));
 	}
 	return kept;
 }
@@ -319,6 +314,12 @@ outbox_enter_jobs(OutboxClaim *claim, OutboxJob *jobs, int n)
  * instead of fetching the rows at hand, and keep the plan.
  */
 #define UNFINISHED " AND COALESCE(j.done_at, j.dead_at) IS NULL"
+
+/* The attempt that a lease in memory stands for is counted when it ends there. */
+#define ONE_ATTEMPT_MORE " LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
+
+/* Write the lease of claim $1, which ends at $2, to the row of a job j. */
+#define SETTLE "UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3, attempts =" ONE_ATTEMPT_MORE
 
 /* The tids of the jobs of a lease as a parameter */
 static Datum
@@ -344,9 +345,7 @@ outbox_settle_expired(const OutboxConsumer *consumer)
 	static OutboxPlan settle = {
 		"WITH l AS (SELECT j.ctid AS tid FROM outbox.jobs j WHERE j.id OPERATOR(pg_catalog.=) ANY ($4)"
 		UNFINISHED " AND j.claim IS NULL FOR NO KEY UPDATE SKIP LOCKED)"
-		" UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
-		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
-		" FROM l WHERE j.ctid OPERATOR(pg_catalog.=) l.tid",
+		" " SETTLE " FROM l WHERE j.ctid OPERATOR(pg_catalog.=) l.tid",
 		4, {INT8OID, TIMESTAMPTZOID, TEXTOID, INT8ARRAYOID}, NULL
 	};
 	OutboxLease lease;
@@ -372,9 +371,7 @@ static void
 settle(const OutboxLease *lease, int64 job)
 {
 	static OutboxPlan settle = {
-		"UPDATE outbox.jobs j SET due_at = $2, claim = $1, holder = $3,"
-		" attempts = LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1"
-		" WHERE j.id OPERATOR(pg_catalog.=) $4"
+		SETTLE " WHERE j.id OPERATOR(pg_catalog.=) $4"
 		" AND j.done_at IS NULL AND j.dead_at IS NULL AND j.claim IS NULL",
 		4, {INT8OID, TIMESTAMPTZOID, TEXTOID, INT8OID}, NULL
 	};
@@ -406,6 +403,19 @@ outbox_settle_job(int64 job, int64 claim)
 		settle(&lease, job);
 }
 
+/* Run a statement of end_jobs(), and add the ids that it returns to an array. */
+static int
+end_some(OutboxPlan *plan, Datum *values, const char *nulls, int64 *done)
+{
+	int			n = (int) outbox_execute(plan, values, nulls, outbox_deletes_done() ?
+										 SPI_OK_DELETE_RETURNING : SPI_OK_UPDATE_RETURNING);
+	int64	   *ids;
+
+	n = outbox_result_ids(n, &ids);
+	memcpy(done, ids, n * sizeof(int64));
+	return n;
+}
+
 /*
  * Bring jobs of a lease to their end, of which the rows are where they were when
  * they were claimed; and then the others, which somebody has moved meanwhile.
@@ -420,41 +430,44 @@ end_jobs(const OutboxLease *lease, int64 *done)
 	" WHERE j.ctid OPERATOR(pg_catalog.=) u.tid AND (j.id OPERATOR(pg_catalog.=) u.id) IS TRUE" STILL_LEASED
 #define END_BY_ID " WHERE j.id OPERATOR(pg_catalog.=) ANY ($5) AND $4 IS NULL" STILL_LEASED
 #define SET_DONE "UPDATE outbox.jobs j SET done_at = $2, claim = $1, holder = $3, attempts =" \
-	" CASE WHEN j.claim IS NULL THEN LEAST(j.attempts, 2147483646) OPERATOR(pg_catalog.+) 1 ELSE j.attempts END"
+	" CASE WHEN j.claim IS NULL THEN" ONE_ATTEMPT_MORE " ELSE j.attempts END"
 #define END_ARGS 5, {INT8OID, TIMESTAMPTZOID, TEXTOID, TIDARRAYOID, INT8ARRAYOID}, NULL
 	static OutboxPlan set_here = {SET_DONE " FROM" END_HERE, END_ARGS};
 	static OutboxPlan set_by_id = {SET_DONE END_BY_ID, END_ARGS};
 	static OutboxPlan delete_here = {"DELETE FROM outbox.jobs j USING" END_HERE, END_ARGS};
 	static OutboxPlan delete_by_id = {"DELETE FROM outbox.jobs j" END_BY_ID, END_ARGS};
 	bool		deletes = outbox_deletes_done();
-	int			expected = deletes ? SPI_OK_DELETE_RETURNING : SPI_OK_UPDATE_RETURNING;
 	Datum		values[5];
 	char		nulls[5] = {' ', ' ', ' ', ' ', ' '};
 	int			n;
-	int			i;
-	bool		isnull;
 
 	values[0] = Int64GetDatum(lease->claim);
 	values[1] = TimestampTzGetDatum(GetCurrentTimestamp());
 	values[2] = CStringGetTextDatum(lease->holder);
 	values[3] = tid_array(lease);
 	values[4] = outbox_id_array(lease->jobs, lease->njobs);
-	n = (int) outbox_execute(deletes ? &delete_here : &set_here, values, nulls, expected);
-	for (i = 0; i < n; i++)
-		done[i] = DatumGetInt64(outbox_spi_value(i, 1, &isnull));
-	SPI_freetuptable(SPI_tuptable);
+	n = end_some(deletes ? &delete_here : &set_here, values, nulls, done);
 	if (n < lease->njobs)
 	{
-		int			more;
-
 		nulls[3] = 'n';
-		more = (int) outbox_execute(deletes ? &delete_by_id : &set_by_id, values, nulls, expected);
-		for (i = 0; i < more; i++)
-			done[n + i] = DatumGetInt64(outbox_spi_value(i, 1, &isnull));
-		SPI_freetuptable(SPI_tuptable);
-		n += more;
+		n += end_some(deletes ? &delete_by_id : &set_by_id, values, nulls, done + n);
 	}
 	return n;
+}
+
+/*
+ * The subscription of a claim that has leases in memory, for one who may work with
+ * it; false when there is none such.
+ */
+bool
+outbox_consumer_of_lease(Oid relid, int64 claim, Oid caller, OutboxConsumer *consumer)
+{
+	int32		subscription = outbox_lease_subscription(relid, claim);
+
+	if (subscription == 0 || !outbox_find_consumer(NULL, subscription, consumer))
+		return false;
+	outbox_check_consumer(consumer, caller);
+	return true;
 }
 
 /*
@@ -467,17 +480,14 @@ outbox_complete_in_memory(int64 claim, const int64 *wanted, int nwanted, Oid cal
 						  int64 **done, int *ndone, bool *rows)
 {
 	Oid			relid = outbox_jobs_relid();
-	int32		subscription = outbox_lease_subscription(relid, claim);
 	OutboxConsumer consumer;
 	OutboxLease lease;
 	int			i;
 
 	*rows = true;
 	*ndone = 0;
-	if (subscription == 0 || !outbox_find_consumer(NULL, subscription, &consumer))
-		return false;
-	outbox_check_consumer(&consumer, caller);
-	if (!outbox_lease_end(relid, claim, wanted, nwanted, &lease))
+	if (!outbox_consumer_of_lease(relid, claim, caller, &consumer) ||
+		!outbox_lease_end(relid, claim, wanted, nwanted, &lease))
 		return false;
 	if (consumer.ordered)
 	{

@@ -13,9 +13,9 @@
  * Leases are lost with shared memory, when the server stops: then the jobs are
  * due again, and their holders are told that they have lost them.
  *
- * A claim that writes its leases to the rows enters the jobs too, until its
- * transaction ends, so that no two claims can take one job: neither sees what
- * the other is about to write.
+ * A claim that writes its leases to the rows locks those first and then looks
+ * here; one that keeps them here enters the jobs first and then looks whether
+ * their rows are locked.  So no two claims can take one job.
  *
  * What a transaction does to a lease takes effect when it ends, in a callback
  * that must not raise or allocate: a lease that was taken is kept or dropped,
@@ -143,7 +143,10 @@ outbox_lease_by_claim(Oid relid, int64 claim)
 	return NULL;
 }
 
-/* Is this transaction about to end or settle a job? */
+/*
+ * Is this transaction about to end or settle a job?  Then the row says whether it
+ * can be claimed.
+ */
 bool
 outbox_is_ending(const LeasedJob *entry)
 {
@@ -151,19 +154,6 @@ outbox_is_ending(const LeasedJob *entry)
 
 	GET_VXID_FROM_PGPROC(me, *MyProc);
 	return VirtualTransactionIdEquals(entry->ender, me);
-}
-
-/*
- * Was a job entered only because this transaction has claimed it, in its row, or
- * has this transaction written its lease to the row?  Then the row says whether
- * it can be claimed.
- */
-bool
-outbox_is_own(const LeasedJob *entry)
-{
-	const Lease *lease = &outbox_leases->leases[entry->lease];
-
-	return (lease->claim == 0 && lease->rows && lease->taker == MyProcPid) || outbox_is_ending(entry);
 }
 
 /* Take the entry of a job out of its bucket, and free it. */
@@ -223,7 +213,15 @@ outbox_lease_free(Lease *lease)
 	lease->claim = 0;
 	lease->next = outbox_leases->free_lease;
 	outbox_leases->free_lease = number;
-	outbox_leases->nused--;
+}
+
+/* Let a lease end then. */
+void
+outbox_lease_runs_until(Lease *lease, TimestampTz until)
+{
+	lease->until = until;
+	if ((TimestampTz) pg_atomic_read_u64(&outbox_leases->earliest) > until)
+		pg_atomic_write_u64(&outbox_leases->earliest, (uint64) until);
 }
 
 /* Note what this transaction does to a lease; before it does so. */
@@ -266,7 +264,7 @@ end_touch(const Touch *touch, bool commit)
 		return;
 	if (touch->kind == TOUCH_TAKES)
 	{
-		/* without a number: it was only to last as long as the transaction */
+		/* without a number: the claim has failed */
 		if (commit && lease->claim != 0 && lease->njobs > 0)
 			lease->held = true;
 		else
@@ -437,13 +435,13 @@ outbox_lease_numbers(Oid sequence, int64 next, int64 end)
 
 /*
  * Begin to take jobs of a subscription; returns the number of the lease, or -1
- * when there is no room.  row: the leases will be written to the rows.
+ * when there is no room.
  *
  * When the transaction ends the lease is dropped, unless it was given the
  * number of a claim.
  */
 int
-outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
+outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner)
 {
 	Touch	   *touch;
 	Lease	   *lease;
@@ -451,24 +449,13 @@ outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
 
 	if (outbox_leases == NULL)
 		return NOWHERE;
-	/* one will do for many claims of few jobs */
-	if (row && touches != NULL && touches->kind == TOUCH_TAKES && touches->claim == 0 &&
-		touches->lease != NOWHERE && outbox_leases->leases[touches->lease].rows &&
-		touches->level == GetCurrentTransactionNestLevel())
-		return touches->lease;
 	touch = outbox_lease_touch(TOUCH_TAKES, 0);
 	LWLockAcquire(outbox_leases->lock, LW_EXCLUSIVE);
-	if (!row && outbox_leases->nused >= MAX_LEASES - RESERVED_LEASES)
-		number = NOWHERE;
-	else if (outbox_leases->free_lease != NOWHERE)
-	{
-		number = outbox_leases->free_lease;
+	number = outbox_leases->free_lease;
+	if (number != NOWHERE)
 		outbox_leases->free_lease = outbox_leases->leases[number].next;
-	}
 	else if (outbox_leases->nleases < MAX_LEASES)
 		number = outbox_leases->nleases++;
-	else
-		number = NOWHERE;
 	if (number != NOWHERE)
 	{
 		lease = &outbox_leases->leases[number];
@@ -480,10 +467,8 @@ outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
 		lease->first = NOWHERE;
 		lease->first_due = DT_NOEND;
 		lease->until = DT_NOEND;
-		lease->rows = row;
 		lease->taker = MyProcPid;
 		touch->lease = number;
-		outbox_leases->nused++;
 	}
 	LWLockRelease(outbox_leases->lock);
 	return number;
@@ -491,14 +476,12 @@ outbox_lease_open(Oid relid, int32 subscription, Oid handler_owner, bool row)
 
 /*
  * Take jobs for a lease: sets taken of each, to whether nobody else has it and
- * there was room.  Leases that will be written to rows, which are locked, need no
- * room: nobody takes those (see lease_many.c).  False when room was lacking.
+ * there was room.  False when room was lacking.
  */
 bool
 outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 {
 	Lease	   *lease = &outbox_leases->leases[number];
-	int			room = lease->rows ? MAX_LEASED : MAX_LEASED - RESERVED;
 	bool		enough = true;
 	int			i;
 
@@ -509,14 +492,10 @@ outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 		int32	   *bucket;
 		int32		place = outbox_leases->free_job;
 
-		taken[i] = lease->rows && (entry == NULL || outbox_is_own(entry));
-		if (entry != NULL)
+		taken[i] = entry == NULL && place != NOWHERE;
+		enough &= taken[i] || entry != NULL;
+		if (!taken[i])
 			continue;
-		if (outbox_leases->njobs >= room)
-		{
-			enough = false;
-			continue;
-		}
 		entry = &outbox_leases->jobs[place];
 		outbox_leases->free_job = entry->next;
 		bucket = job_bucket(MyDatabaseId, jobs[i].id);
@@ -532,7 +511,6 @@ outbox_lease_take(int number, const OutboxJob *jobs, int n, bool *taken)
 		lease->njobs++;
 		lease->first_due = Min(lease->first_due, jobs[i].due_at);
 		outbox_leases->njobs++;
-		taken[i] = true;
 	}
 	if (outbox_leases->njobs > 0)
 		pg_atomic_write_u32(&outbox_leases->any, 1);
@@ -589,12 +567,10 @@ outbox_lease_keep(int number, int64 claim, TimestampTz until, const char *holder
 		;
 	LWLockAcquire(outbox_leases->lock, LW_EXCLUSIVE);
 	lease->claim = touch->claim = claim;
-	lease->until = until;
+	outbox_lease_runs_until(lease, until);
 	lease->rows = rows;
 	lease->next = *bucket;
 	*bucket = number;
-	strlcpy(outbox_lease_holder_of(lease), holder, MAX_HOLDER);
-	if ((TimestampTz) pg_atomic_read_u64(&outbox_leases->earliest) > until)
-		pg_atomic_write_u64(&outbox_leases->earliest, (uint64) until);
+	strlcpy(outbox_lease_holder_of(lease), holder, OUTBOX_MAX_HOLDER + 1);
 	LWLockRelease(outbox_leases->lock);
 }

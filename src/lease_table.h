@@ -14,11 +14,8 @@
 #include "storage/lock.h"
 #include "storage/lwlock.h"
 
-#define MAX_LEASES 4096			/* claims of the server */
-#define MAX_LEASED 65536		/* jobs, a power of two */
-#define RESERVED 16384			/* of them, for claims that write to the rows */
-#define RESERVED_LEASES 1024
-#define MAX_HOLDER 256
+#define MAX_LEASES 3072			/* claims of the server */
+#define MAX_LEASED 49152		/* jobs */
 #define MAX_NUMBERS 32			/* sequences, two in a database */
 #define NOWHERE (-1)
 
@@ -51,7 +48,7 @@ typedef struct Lease
 	bool		held;			/* its claim has committed */
 	bool		rows;			/* jobs of the claim may be leased in their
 								 * rows */
-	int			taker;			/* process whose transaction enters the jobs */
+	int			taker;			/* process that has claimed */
 	int			nending;		/* transactions that end jobs of it */
 	int			njobs;
 	int32		first;
@@ -72,7 +69,6 @@ typedef struct LeaseShared
 	LWLock	   *lock;
 	Numbers		numbers[MAX_NUMBERS];
 	int			nleases;		/* places that were ever used */
-	int			nused;
 	int32		free_lease;
 	int32		free_job;
 	int			njobs;
@@ -82,7 +78,7 @@ typedef struct LeaseShared
 	LeasedJob	jobs[MAX_LEASED];
 	int32		claim_buckets[MAX_LEASES];
 	Lease		leases[MAX_LEASES];
-	char		holders[MAX_LEASES][MAX_HOLDER];
+	char		holders[MAX_LEASES][OUTBOX_MAX_HOLDER + 1];
 } LeaseShared;
 
 /* What this transaction does to a lease; in TopTransactionContext */
@@ -105,14 +101,14 @@ typedef struct Touch
 
 extern LeaseShared *outbox_leases;
 
-/* lease_table.c: the caller holds the lock, but for the last */
+/* lease_table.c: the caller holds the lock, but for outbox_lease_touch */
 extern LeasedJob *outbox_leased_job(Oid relid, int64 job);
 extern Lease *outbox_lease_by_claim(Oid relid, int64 claim);
 extern char *outbox_lease_holder_of(const Lease *lease);
 extern bool outbox_lease_is_known(const Lease *lease);
 extern bool outbox_is_ending(const LeasedJob *entry);
-extern bool outbox_is_own(const LeasedJob *entry);
 extern void outbox_lease_free(Lease *lease);
+extern void outbox_lease_runs_until(Lease *lease, TimestampTz until);
 extern Touch *outbox_lease_touch(TouchKind kind, int njobs);
 
 #endif							/* OUTBOX_LEASE_TABLE_H */

@@ -25,7 +25,7 @@ outbox_is_leased(Oid relid, int64 job)
 		return false;
 	LWLockAcquire(outbox_leases->lock, LW_SHARED);
 	entry = outbox_leased_job(relid, job);
-	result = entry != NULL && !outbox_is_own(entry);
+	result = entry != NULL && !outbox_is_ending(entry);
 	LWLockRelease(outbox_leases->lock);
 	return result;
 }
@@ -223,10 +223,8 @@ outbox_lease_prolong(Oid relid, int64 claim, TimestampTz until, bool *rows)
 		result += !VirtualTransactionIdIsValid(outbox_leases->jobs[i].ender);
 	if (result > 0)
 	{
-		lease->until = until;
+		outbox_lease_runs_until(lease, until);
 		*rows = lease->rows;
-		if ((TimestampTz) pg_atomic_read_u64(&outbox_leases->earliest) > until)
-			pg_atomic_write_u64(&outbox_leases->earliest, (uint64) until);
 	}
 	LWLockRelease(outbox_leases->lock);
 	return result;

@@ -39,9 +39,7 @@ look_for_jobs(const char *name, int32 *id, bool *paused, TimestampTz *again)
 	OutboxConsumer consumer;
 	bool		result = false;
 
-	outbox_become_owner(&context);
-	outbox_pin_planner();
-	outbox_spi_connect();
+	outbox_begin_call(&context);
 	outbox_consumer_by_name(name, context.userid, &consumer);
 	*id = consumer.id;
 	*paused = consumer.paused;
@@ -175,9 +173,7 @@ look_idle(const char *name)
 	uint64		n;
 	uint64		i;
 
-	outbox_become_owner(&context);
-	outbox_pin_planner();
-	outbox_spi_connect();
+	outbox_begin_call(&context);
 	if (name != NULL)
 	{
 		outbox_consumer_by_name(name, context.userid, &consumer);
@@ -274,9 +270,7 @@ outbox_is_current(PG_FUNCTION_ARGS)
 	if (!PG_ARGISNULL(2))
 		scope = text_to_cstring(PG_GETARG_TEXT_PP(2));
 
-	outbox_become_owner(&context);
-	outbox_pin_planner();
-	outbox_spi_connect();
+	outbox_begin_call(&context);
 	outbox_consumer_by_name(name, context.userid, &consumer);
 	values[0] = Int32GetDatum(consumer.id);
 	outbox_execute(&keyed, values, NULL, SPI_OK_SELECT);

@@ -25,7 +25,6 @@
 #include "replay.h"
 
 #include "access/xact.h"
-#include "catalog/namespace.h"
 #include "catalog/pg_type.h"
 #include "miscadmin.h"
 #include "storage/lmgr.h"
@@ -34,7 +33,6 @@
 #include "storage/procarray.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
-#include "utils/lsyscache.h"
 #include "utils/memutils.h"
 
 #define STEP_EVENTS 1000		/* events of one step ... */
@@ -87,7 +85,7 @@ wait_for_passes(void)
 static void
 lock_subscription(int32 id)
 {
-	Oid			relid = get_relname_relid("subscriptions", get_namespace_oid(OUTBOX_SCHEMA, false));
+	Oid			relid = outbox_our_relation("subscriptions");
 
 	LockDatabaseObject(relid, (Oid) id, 0, ExclusiveLock);
 }
@@ -376,9 +374,7 @@ outbox_replay(PG_FUNCTION_ARGS)
 	replay.after = PG_INT64_MIN;
 	replay.due = DT_NOEND;
 
-	outbox_become_owner(&owner);
-	outbox_pin_planner();
-	outbox_spi_connect();
+	outbox_begin_call(&owner);
 	MemoryContextSwitchTo(caller);	/* out of what SPI frees */
 	outbox_consumer_by_name(name, owner.userid, &replay.consumer);
 	lock_subscription(replay.consumer.id);
